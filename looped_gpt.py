@@ -1,0 +1,546 @@
+"""Looped GPT and the readout blind spot, after "Dense Supervision Is Not Enough" (Sharma & Vu, arXiv 2606.24898).
+
+A stack of pre-norm layers is applied K times, and cross-entropy on every loop's readout trains early exits. But a
+readout through RMSNorm gives r(aH) = r(H): the loss cannot see the scale of the state (Lemma 1), which the residual
+stream keeps moving, while the direction turns ever less, as 1 / ||H|| (Lemma 2). So dense supervision trains exits, and
+only a loss that sees the scale (a raw readout, a norm penalty), or a loop without scale (inter-loop norm), controls it.
+
+    python train.py looped_gpt                                       # train the tiny preset
+    python train.py looped_gpt --sweep=table1                        # the paper's seven conditions
+    python looped_gpt.py out/looped_gpt-tiny                         # every diagnostic of the paper for a trained run
+    python looped_gpt.py out/looped_gpt-tiny --prompt="The " --loops=2
+
+Letters: B batch, T tokens, D width, V vocabulary, K loops, H_k the (B, T, D) state after loop k; u = H / s, s = ||H||.
+"""
+import math, sys, time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import train
+from train import UserError, check_at_least, cross_entropy
+
+
+@dataclass
+class Config:
+    vocab_size: int = 20_000  # types; the tokenizer lowers it to what it found
+    block_size: int = 64  # tokens in a window, T
+    n_layer: int = 2  # layers in the stack that is looped
+    n_head: int = 4  # attention heads
+    n_embd: int = 128  # width of the residual stream, D
+    num_loops: int = 4  # times the stack is applied, K
+    dropout: float = 0.0  # on the embeddings and on each sublayer's output
+    readout: Literal["rmsnorm", "raw", "final_only"] = "rmsnorm"  # r in logits = r(H) E^T; final_only: raw before loop K
+    supervision: Literal["terminal", "per_loop", "adaptive"] = "per_loop"  # loss at loop K, at every loop, by exit gate
+    norm_penalty: float = 0.0  # lambda of lambda * mean_k mean(H_k^2); the paper: 0.01
+    inter_loop_norm: bool = False  # RMSNorm the state before it enters the next loop
+    embd_std: float = 0.02  # std of the initial embeddings; the authors' release: 1.0
+
+    def __post_init__(self):
+        check_at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "num_loops")
+        check_at_least(self, 0, "norm_penalty", "embd_std")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"--dropout={self.dropout}: expected a number from 0 up to, not including, 1")
+        if self.n_embd % self.n_head:
+            raise UserError(f"--n_embd={self.n_embd} is not divisible by --n_head={self.n_head}")
+
+
+PAPER = dict(block_size=256, stride=128, tokenizer="regex", dropout=0.1, embd_std=1.0, lr=3e-4, max_steps=0, epochs=4,
+             log_interval=50, eval_interval=1000, eval_batches=20)
+PRESETS = {
+    "tiny": dict(max_steps=600, batch_size=32, lr=3e-3, warmup_steps=20),
+    "44m": dict(n_layer=8, n_head=8, n_embd=512, batch_size=64, **PAPER),
+    "129m": dict(n_layer=12, n_head=12, n_embd=768, batch_size=32, **PAPER),
+}
+SHOW = ("final_norm",)  # printed beside the loss, and drawn in curves.png
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+
+class RMSNorm(nn.Module):
+    """h / rms(h) * gain: blind to the scale of h, up to eps."""
+
+    def __init__(self, width, eps=1e-6):
+        super().__init__()
+        self.gain, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, h):
+        return F.rms_norm(h, h.shape[-1:], self.gain, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x, cache=None, start=0):
+        B, T, D = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)  # each (B, nh, T, hs)
+        if cache is not None:  # (2, B, nh, block_size, hs): this (loop, layer)'s keys and values so far
+            cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
+            k, v = cache[:, :, :, :start + T]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)
+        return self.out(y.transpose(1, 2).reshape(B, T, D))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_up = nn.Linear(config.n_embd, 8 * config.n_embd, bias=False)
+        self.down = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Pre-norm: x += attn(norm(x)); x += ffn(norm(x))."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.norm1, self.attn = RMSNorm(config.n_embd), Attention(config)
+        self.norm2, self.ffn = RMSNorm(config.n_embd), SwiGLU(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x, cache=None, start=0):
+        x = x + self.dropout(self.attn(self.norm1(x), cache, start))
+        return x + self.dropout(self.ffn(self.norm2(x)))
+
+
+class LoopedGPT(nn.Module):
+    """Embeddings, one stack of blocks applied K times, a readout through the tied embeddings (section 3)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.blocks = nn.ModuleList([Block(config) for _ in range(config.n_layer)])
+        self.norm = RMSNorm(config.n_embd) if config.readout != "raw" else nn.Identity()
+        self.loop_norm = RMSNorm(config.n_embd) if config.inter_loop_norm else nn.Identity()
+        self.gate = nn.Linear(config.n_embd, 1) if config.supervision == "adaptive" else None
+        self.dropout = nn.Dropout(config.dropout)
+        for embedding in (self.wte, self.wpe):
+            nn.init.normal_(embedding.weight, std=config.embd_std)
+
+    def embed(self, idx, start=0):
+        return self.dropout(self.wte(idx) + self.wpe.weight[start:start + idx.shape[1]])
+
+    def loop(self, h, cache=None, start=0):
+        """One application of the stack, (B, T, D) -> (B, T, D)."""
+        for i, block in enumerate(self.blocks):
+            h = block(h, None if cache is None else cache[i], start)
+        return h
+
+    def states(self, idx, num_loops=None, clamp=None, cache=None, start=0):
+        """[H_1 .. H_K], each (B, T, D), for idx (B, T) and any number of loops, more than the trained K too.
+
+        clamp, an intervention on every H_k before it is read out and fed on: "freeze_loop1" rescales each token to its norm
+        after loop 1, "remove_radial" drops from H_k - H_{k-1} what is parallel to H_{k-1}.
+        """
+        h, states = self.embed(idx, start), []
+        for k in range(num_loops or self.config.num_loops):
+            before = h
+            h = self.loop(self.loop_norm(h) if k else h, None if cache is None else cache[k], start)
+            if clamp == "freeze_loop1" and k:
+                h = h * (states[0].norm(dim=-1, keepdim=True) / h.norm(dim=-1, keepdim=True))
+            elif clamp == "remove_radial" and k:
+                u = F.normalize(before, dim=-1)
+                h = h - ((h - before) * u).sum(-1, keepdim=True) * u
+            states.append(h)
+        return states
+
+    def normed(self, h, final):
+        """r(H): what the embeddings are multiplied with. `final`: this is the state of loop K (or of a later one)."""
+        return self.norm(h) if self.config.readout == "rmsnorm" or self.config.readout == "final_only" and final else h
+
+    def readout(self, h, final=True):
+        """Logits r(H) E^T, (..., D) -> (..., V)."""
+        return F.linear(self.normed(h, final), self.wte.weight)
+
+    def loss(self, idx, targets, num_loops=None):
+        """(loss, metrics) for idx and targets (B, T).
+
+        terminal: CE_K. per_loop: mean_k CE_k. adaptive: sum_k p_k CE_k - 0.1 entropy(p), p from the exit gate, per token.
+        All plus norm_penalty * mean_k mean(H_k^2). metrics: ce_k for the loops read out, final_norm = mean ||H_K||.
+        """
+        c, K = self.config, num_loops or self.config.num_loops
+        states = self.states(idx, K)
+        read = [K] if c.supervision == "terminal" and self.training else range(1, K + 1)
+        rows = [self.normed(states[k - 1], final=k >= c.num_loops).flatten(0, 1) for k in read]  # each (B T, D)
+        if c.supervision == "adaptive":
+            scale = self.exit_probabilities(rows)
+            entropy = -(scale * scale.clamp_min(1e-9).log()).sum(0).mean()
+        else:
+            supervised = torch.tensor([k == K or c.supervision == "per_loop" for k in read], device=idx.device)
+            scale = (supervised / supervised.sum())[:, None].expand(-1, targets.numel())
+        loss, ce = cross_entropy(torch.cat(rows), self.wte.weight, targets.flatten().repeat(len(read)),
+                                 scale.flatten() / targets.numel())
+        if c.supervision == "adaptive":
+            loss = loss - 0.1 * entropy
+        if c.norm_penalty:
+            loss = loss + c.norm_penalty * sum(h.float().square().mean() for h in states) / K
+        metrics = {f"ce_{k}": ce_k for k, ce_k in zip(read, ce.view(len(read), -1).mean(1))}
+        return loss, metrics | {"final_norm": states[-1].detach().float().norm(dim=-1).mean()}
+
+    def exit_probabilities(self, rows):
+        """p_k = g_k prod_{j<k} (1 - g_j), g = sigmoid(gate(r(H))), the last loop taking the rest: (K, B T), columns sum to 1."""
+        g = [torch.sigmoid(self.gate(h).float())[:, 0] for h in rows[:-1]]
+        left, p = torch.ones(len(rows[0]), device=rows[0].device), []
+        for g_k in g:
+            p.append(left * g_k)
+            left = left * (1 - g_k)
+        return torch.stack(p + [left])
+
+    def flops_per_token(self):
+        """Training FLOPs per token: 6 per weight and loop, and causal attention's 6 T D per layer and loop."""
+        c = self.config
+        reads = 1 if c.supervision == "terminal" else c.num_loops
+        stack = sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2) + c.n_layer * c.block_size * c.n_embd
+        return 6 * (stack * c.num_loops + c.vocab_size * c.n_embd * reads)
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, num_loops=None, temperature=1.0, top_k=None, seed=None, use_cache=True):
+        """Continue idx (B, T) by max_new_tokens, exiting after num_loops. temperature 0 is greedy.
+
+        The KV cache has one slot per (loop, layer). When the window is full, the newest half is read again as a window of
+        its own (learned positions cannot slide); use_cache=False follows the same rule and recomputes it all each time.
+        """
+        c, K = self.config, num_loops or self.config.num_loops
+        generator = torch.Generator(idx.device).manual_seed(seed) if seed is not None else None
+        half = max(1, c.block_size // 2)
+        cache, length = None, 0  # length: how many of this window's tokens are in the cache
+        begin = max(0, idx.shape[1] - c.block_size)
+        for _ in range(max_new_tokens):
+            if idx.shape[1] - begin > c.block_size:
+                begin, length = idx.shape[1] - half, 0
+            if use_cache and cache is None:
+                cache = torch.empty(K, c.n_layer, 2, len(idx), c.n_head, c.block_size, c.n_embd // c.n_head,
+                                    dtype=self.compute_dtype(idx.device), device=idx.device)
+            h = self.states(idx[:, begin + length:], K, cache=cache, start=length)[-1][:, -1]
+            length = idx.shape[1] - begin if use_cache else 0
+            logits = self.readout(h, final=K >= c.num_loops).float()
+            if temperature == 0:
+                token = logits.argmax(-1, keepdim=True)
+            else:
+                if top_k:
+                    logits[logits < logits.topk(min(top_k, c.vocab_size)).values[:, -1:]] = -math.inf
+                token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            idx = torch.cat([idx, token], dim=1)
+        return idx
+
+    def compute_dtype(self, device):
+        """What the matrices are multiplied in here: autocast's dtype, or the weights'."""
+        return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else self.wte.weight.dtype
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training. train.py's Run does the rest: devices, data, optimiser, schedule, evaluation, log, checkpoints.
+
+def train_model(run):
+    model = run.start(LoopedGPT(run.config))
+    for step in run.steps():
+        for idx, targets in run.batches():
+            with run.autocast():
+                loss, metrics = model.loss(idx, targets)
+            run.backward(loss, metrics)
+        run.update()
+    first, last = run.rows[0], run.rows[-1]
+    run.say(f"validation loss {first['val_loss']:.2f} -> {last['val_loss']:.2f}, mean ||H_K|| "
+            f"{first['val_final_norm']:.1f} -> {last['val_final_norm']:.1f}: see {run.out}/curves.png, then run\n"
+            f"python looped_gpt.py {run.out}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Diagnostics. `batches` is a list of (idx, targets), each (B, T).
+
+def mean_over(batches, function):
+    """The mean over batches of a function of (idx, targets) that returns a tensor."""
+    return sum(function(idx, targets) for idx, targets in batches) / len(batches)
+
+
+@torch.no_grad()
+def loss_per_loop(model, batches, num_loops=None, clamp=None):
+    """Cross-entropy in nats of every loop's readout, (K,); PPL is its exp."""
+    def ce(idx, targets):
+        states = model.states(idx, num_loops, clamp)
+        return torch.stack([token_loss(model, h, k, targets).mean() for k, h in enumerate(states, 1)])
+    return mean_over(batches, ce)
+
+
+def token_loss(model, h, k, targets):
+    """CE of each token, (B, T), read out from the state h after loop k."""
+    scale = torch.ones(targets.numel(), device=h.device)
+    rows = model.normed(h, k >= model.config.num_loops).flatten(0, 1)
+    return cross_entropy(rows, model.wte.weight, targets.flatten(), scale)[1].view(targets.shape)
+
+
+def radial_gradient_fraction(model, batches):
+    """Lemma 1's quantity, (K,): |<g, H_k>| / (||g|| ||H_k||) per token, g the gradient of loop k's own CE, averaged."""
+    def fraction(idx, targets):
+        with torch.no_grad():
+            states = model.states(idx)
+        values = []
+        for k, h in enumerate(states, 1):
+            h = h.detach().requires_grad_()
+            logits = model.readout(h, final=k >= model.config.num_loops)
+            g, = torch.autograd.grad(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), h)
+            values.append(((g * h).sum(-1).abs() / (g.norm(dim=-1) * h.norm(dim=-1))).mean().detach())
+        return torch.stack(values)
+    return mean_over(batches, fraction)
+
+
+def scale_and_direction(before, after):
+    """Lemma 2's quantities for one loop, per token: scale s, radial increment <u, H' - H>, angular step ||u' - u||."""
+    s, u = before.norm(dim=-1), F.normalize(before, dim=-1)
+    return s, (u * (after - before)).sum(-1), (F.normalize(after, dim=-1) - u).norm(dim=-1)
+
+
+@torch.no_grad()
+def scale_dynamics(model, batches, num_loops=30):
+    """Lemma 2 beyond the trained depth: (num_loops - 1, 4), for k = 1 .. the means over tokens of s_k, the radial
+    increment, the angular step to loop k + 1, and angular step * s_k, which should stay about constant."""
+    def dynamics(idx, targets):
+        states = model.states(idx, num_loops)
+        rows = []
+        for before, after in zip(states, states[1:]):
+            s, radial, angular = scale_and_direction(before, after)
+            rows.append(torch.stack([s.mean(), radial.mean(), angular.mean(), (angular * s).mean()]))
+        return torch.stack(rows)
+    return mean_over(batches, dynamics)
+
+
+@torch.no_grad()
+def lemma2_prediction(model, h):
+    """What Lemma 2 predicts for one loop from h (B, T, D): (a_rad, ||b_perp|| / s), each (B, T).
+
+    b(u) = lim_{s -> inf} F(su) - su: every sublayer sees Norm(u), since what the earlier ones add vanishes beside su. The
+    radial increment is a_rad + O(1/s), the angular step ||b_perp|| / s + O(1/s^2).
+    """
+    s, u = h.norm(dim=-1), F.normalize(h, dim=-1)
+    b = sum(block.attn(rms_direction(block.norm1, u)) + block.ffn(rms_direction(block.norm2, u)) for block in model.blocks)
+    a_rad = (b * u).sum(-1)
+    return a_rad, (b - a_rad[..., None] * u).norm(dim=-1) / s
+
+
+def rms_direction(norm, u):
+    """RMSNorm of a state in the direction u and so large that eps does not matter."""
+    return u * math.sqrt(u.shape[-1]) * norm.gain
+
+
+@torch.no_grad()
+def norm_quantiles(model, batches):
+    """Mean, median, p99, max and std of ||H_K|| over tokens."""
+    norms = torch.cat([model.states(idx)[-1].norm(dim=-1).flatten() for idx, _ in batches]).float()
+    return {"mean": norms.mean().item(), "median": norms.median().item(), "p99": norms.quantile(0.99).item(),
+            "max": norms.max().item(), "std": norms.std().item()}
+
+
+@torch.no_grad()
+def frontier(model, batches):
+    """[(K, PPL, tokens/s)] for exits after K = 1 .. num_loops: one checkpoint, several speeds. Timed, best of 3 passes."""
+    points = []
+    for K in range(1, model.config.num_loops + 1):
+        seconds = []
+        for _ in range(3):
+            start = time.perf_counter()
+            ce = mean_over(batches, lambda idx, targets: token_loss(model, model.states(idx, K)[-1], K, targets).mean()).item()
+            seconds.append(time.perf_counter() - start)
+        points.append((K, math.exp(ce), sum(idx.numel() for idx, _ in batches) / min(seconds)))
+    return points
+
+
+def sequence_margin(model, h, k):
+    """Mean over tokens of top1 - top2 of loop k's logits, (B,)."""
+    top = model.readout(h, k >= model.config.num_loops).topk(2, dim=-1).values
+    return (top[..., 0] - top[..., 1]).mean(-1).float()
+
+
+@torch.no_grad()
+def calibrate_halting(model, batches, tolerance=1.01):
+    """The lowest margin threshold at which the sequences that pass it may leave early, and PPL stays within `tolerance`
+    times the full depth's on these batches. math.inf if there is none."""
+    margins, losses = [], []
+    for idx, targets in batches:
+        states = list(enumerate(model.states(idx), 1))
+        margins.append(torch.stack([sequence_margin(model, h, k) for k, h in states[:-1]]))
+        losses.append(torch.stack([token_loss(model, h, k, targets).mean(1) for k, h in states]))
+    margins, losses = torch.cat(margins, 1), torch.cat(losses, 1)  # (K - 1, N), (K, N)
+    limit = losses[-1].mean() + math.log(tolerance)
+    for threshold in margins.flatten().sort().values:
+        passed = torch.cat([margins >= threshold, torch.ones_like(margins[:1], dtype=torch.bool)])
+        exit_loop = passed.int().argmax(0)  # the first loop that passes
+        if losses.gather(0, exit_loop[None]).mean() <= limit:
+            return threshold.item()
+    return math.inf
+
+
+@torch.no_grad()
+def halting_states(model, idx, threshold):
+    """The state of each sequence after the loop at which it left, (B, T, D), and that loop, (B,). Later loops run only for
+    the sequences left."""
+    h, loops = model.embed(idx), torch.full((len(idx),), model.config.num_loops, device=idx.device)
+    result, active = torch.empty_like(h), torch.arange(len(idx), device=idx.device)
+    for k in range(1, model.config.num_loops + 1):
+        h = model.loop(model.loop_norm(h) if k > 1 else h)
+        result[active] = h
+        if k < model.config.num_loops:
+            leaves = sequence_margin(model, h, k) >= threshold
+            loops[active[leaves]] = k
+            h, active = h[~leaves], active[~leaves]
+            if not len(active):
+                break
+    return result, loops
+
+
+@torch.no_grad()
+def halting(model, batches, threshold):
+    """{average loops, PPL, tokens/s} of halting at a calibrated threshold, with real skipping."""
+    start, results = time.perf_counter(), [halting_states(model, idx, threshold) for idx, _ in batches]
+    seconds, total = time.perf_counter() - start, 0.0
+    for (h, loops), (_, targets) in zip(results, batches):
+        for k in loops.unique().tolist():
+            total += token_loss(model, h[loops == k], k, targets[loops == k]).mean(1).sum().item()
+    n = sum(len(idx) for idx, _ in batches)
+    return {"loops": sum(loops.sum().item() for _, loops in results) / n, "ppl": math.exp(total / n),
+            "tokens_per_sec": sum(idx.numel() for idx, _ in batches) / seconds}
+
+
+def diagnose(path):
+    """Print every diagnostic of a trained run on its validation split and draw them into RUN/diagnostics.png."""
+    model, options, _ = train.load_model(path, "looped_gpt", LoopedGPT)
+    device, data = model.wte.weight.device, train.load_data(options, model.config)
+    batches = [tuple(t.to(device) for t in data.batch("val", i)) for i in range(options.eval_batches)]
+    c, ce = model.config, loss_per_loop(model, batches)
+    print(f"{path}: readout {c.readout}, supervision {c.supervision}, norm penalty {c.norm_penalty}, K = {c.num_loops}")
+    radial = radial_gradient_fraction(model, batches)
+    print("\nloop      CE      PPL   radial gradient fraction (Lemma 1)")
+    for k in range(c.num_loops):
+        print(f"{k + 1:4d}  {ce[k]:6.4f}  {ce[k].exp():7.3f}   {radial[k]:.1e}")
+    dynamics = scale_dynamics(model, batches).cpu()
+    print("\nloop   scale s   radial increment   angular step   angular step * s (Lemma 2)")
+    for k in [k for k in (1, 2, 3, 4, 6, 8, 12, 16, 20, 29) if k <= len(dynamics)]:
+        print("{:4d}  {:8.2f}   {:16.3f}   {:12.5f}   {:16.3f}".format(k, *dynamics[k - 1].tolist()))
+    print("\n||H_K|| over tokens: " + ", ".join(f"{k} {v:.2f}" for k, v in norm_quantiles(model, batches).items()))
+    for clamp in ("freeze_loop1", "remove_radial"):
+        change = loss_per_loop(model, batches, clamp=clamp)[-1] - ce[-1]
+        print(f"clamp {clamp}: change in CE {change:+.4f}")
+    points = frontier(model, batches)
+    print("\nexit after loop      PPL    tokens/s")
+    for K, ppl, speed in points:
+        print(f"{K:15d}  {ppl:7.3f}  {speed:10,.0f}")
+    half = max(1, len(batches) // 2)
+    threshold = calibrate_halting(model, batches[:half])
+    halted = halting(model, batches[half:] or batches, threshold)
+    print(f"halting at margin {threshold:.3f} (PPL within 1% of full depth on the other half of the batches): "
+          f"{halted['loops']:.2f} loops on average, PPL {halted['ppl']:.3f}, {halted['tokens_per_sec']:,.0f} tokens/s")
+
+    figure, axes = train.new_figure(3)
+    loops = range(1, len(dynamics) + 1)
+    axes[0].plot(loops, dynamics[:, 0], label="scale s")
+    axes[0].plot(loops, dynamics[:, 2], label="angular step")
+    axes[0].plot(loops, dynamics[:, 3], label="angular step * s")
+    axes[0].axvline(c.num_loops, color="gray", linestyle=":", label="trained K")
+    axes[0].set(xlabel="loop", yscale="log", title="Lemma 2: scale and direction")
+    axes[0].legend()
+    axes[1].bar(range(1, c.num_loops + 1), radial.cpu(), color="tab:orange")
+    axes[1].set(xlabel="loop", yscale="log", ylim=(1e-11, 1), title="Lemma 1: radial gradient fraction")
+    axes[2].plot([speed for _, _, speed in points], [ppl for _, ppl, _ in points], "o-")
+    for K, ppl, speed in points:
+        axes[2].annotate(f" K={K}", (speed, ppl))
+    axes[2].plot(halted["tokens_per_sec"], halted["ppl"], "s", label=f"halting, {halted['loops']:.2f} loops")
+    axes[2].set(xlabel="tokens/s", ylabel="perplexity", title="Variable depth")
+    axes[2].legend()
+    figure.savefig(model_directory(path) / "diagnostics.png", dpi=120)
+    print(f"\ndrawn in {model_directory(path) / 'diagnostics.png'}")
+
+
+def model_directory(path):
+    return Path(path) if Path(path).is_dir() else Path(path).parent
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The paper's Table 1: what each loss does to the scale.
+
+def table1(runs, out):
+    """Print PPL per loop and final norm of every condition, mean (and spread over seeds); write table1.csv, table1.png."""
+    conditions = list(dict.fromkeys(condition for condition, _ in runs))
+    rows, figure_rows = [], {}
+    for condition in conditions:
+        logs = [train.read_csv(path / "log.csv") for (name, _), path in runs.items() if name == condition]
+        last = [log[-1] for log in logs]
+        K = max(int(name[7:]) for name in last[0] if name.startswith("val_ce_"))
+        columns = {f"ppl_{k}": torch.tensor([math.exp(row[f"val_ce_{k}"]) for row in last]) for k in range(1, K + 1)}
+        columns["final_norm"] = torch.tensor([row["val_final_norm"] for row in last])
+        rows.append({"condition": condition, "seeds": len(last)} | {
+            f"{name}{suffix}": value.item() for name, values in columns.items()
+            for suffix, value in (("", values.mean()), ("_std", values.std(correction=0)))})
+        figure_rows[condition] = logs[0]
+    train.write_csv(out / "table1.csv", rows)
+    print(f"\n{'condition':28}" + "".join(f"{'PPL ' + str(k):>16}" for k in range(1, K + 1)) + f"{'mean ||H_K||':>18}")
+    for row in rows:
+        cells = [f"{row[name]:.2f}" + (f" +- {row[name + '_std']:.2f}" if row["seeds"] > 1 else "")
+                 for name in (*(f"ppl_{k}" for k in range(1, K + 1)), "final_norm")]
+        print(f"{row['condition']:28}" + "".join(f"{cell:>16}" for cell in cells[:-1]) + f"{cells[-1]:>18}")
+    figure, axes = train.new_figure(2)
+    for row, (condition, log) in zip(rows, figure_rows.items()):
+        points = [(r["step"], r["val_final_norm"]) for r in log if "val_final_norm" in r]
+        axes[0].plot(*zip(*points), label=condition)
+        axes[1].plot(range(1, K + 1), [row[f"ppl_{k}"] for k in range(1, K + 1)], "o-", label=condition)
+    axes[0].set(xlabel="step", ylabel="mean ||H_K||", yscale="log", title="Only a visible scale stays controlled")
+    axes[1].set(xlabel="exit after loop", ylabel="validation perplexity", yscale="log", title="Dense supervision trains exits")
+    axes[1].legend(fontsize="x-small")
+    figure.savefig(out / "table1.png", dpi=120)
+    print(f"\nwritten to {out}/table1.csv and table1.png")
+
+
+SWEEPS = {"table1": ({
+    "terminal+rmsnorm": dict(supervision="terminal", readout="rmsnorm"),
+    "terminal+raw": dict(supervision="terminal", readout="raw"),
+    "terminal+rmsnorm+penalty": dict(supervision="terminal", readout="rmsnorm", norm_penalty=0.01),
+    "per_loop+rmsnorm": dict(supervision="per_loop", readout="rmsnorm"),
+    "per_loop+raw": dict(supervision="per_loop", readout="raw"),
+    "per_loop+final_only": dict(supervision="per_loop", readout="final_only"),
+    "per_loop+rmsnorm+penalty": dict(supervision="per_loop", readout="rmsnorm", norm_penalty=0.01),
+}, table1)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Arguments:
+    prompt: str = ""  # text to continue; without it, the diagnostics are printed
+    loops: int = 0  # exit after this loop; 0: the trained number
+    max_new_tokens: int = 200  # how many tokens to generate
+    temperature: float = 0.8  # 0: greedy
+    top_k: int = 50  # sample from the k likeliest; 0: from all
+    seed: int = 42  # seed of the sampling
+
+    def __post_init__(self):
+        check_at_least(self, 0, "loops", "max_new_tokens", "temperature", "top_k")
+
+
+def main(argv):
+    parser = train.Parser("python looped_gpt.py RUN [--prompt=TEXT] [--field=value ...]", Arguments)
+    if not argv or argv[0].startswith("-"):
+        return parser.print_help()
+    arguments = Arguments(**parser.parse(argv[1:]))
+    if not arguments.prompt:
+        return diagnose(argv[0])
+    model, _, tokenizer = train.load_model(argv[0], "looped_gpt", LoopedGPT)
+    idx = torch.tensor([tokenizer.encode(arguments.prompt)], device=model.wte.weight.device)
+    new = model.generate(idx, arguments.max_new_tokens, arguments.loops or None, arguments.temperature, arguments.top_k,
+                         arguments.seed)
+    print(tokenizer.decode(new[0].tolist()))
+
+
+if __name__ == "__main__":
+    train.command_line(main)

@@ -1,0 +1,961 @@
+"""The driver that looped_gpt.py, stars.py and fullbandwidth.py share. Read those first: they hold the papers.
+
+    python train.py MODEL [--preset=NAME] [--field=value ...]        # MODEL: looped_gpt, stars, fullbandwidth
+    python train.py MODEL --resume                                   # go on where it stopped
+    python train.py MODEL --sweep=NAME [--seeds=42,101,202]          # several runs, one table, one figure
+    torchrun --nproc_per_node=4 train.py MODEL ...                   # data-parallel
+    python train.py MODEL --help                                     # every field, its default and its meaning
+
+In the order below: options and command line, text and tokenizers, batches, cross-entropy, the run (device, optimiser,
+schedule, log, checkpoint), sweeps. A script brings `Config`, `PRESETS`, `SWEEPS`, `SHOW` and `train_model(run)`, its visible
+training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
+"""
+import argparse, collections, contextlib, csv, dataclasses, difflib, functools, hashlib, http.client, importlib, inspect
+import io, json, math, multiprocessing, os, re, signal, sys, time, urllib.request, zipfile
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+MODELS = ("looped_gpt", "stars", "fullbandwidth")
+
+
+class UserError(ValueError):
+    """A mistake that its message explains; the command line prints it as one line, without a traceback."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options and the command line. A field's comment is its help text.
+
+@dataclasses.dataclass
+class Options:
+    dataset: str = "python-docs"  # python-docs, shakespeare, wikitext-2, wikitext-103, or the path of a UTF-8 text file
+    tokenizer: Literal["char", "regex", "gpt2"] = "char"  # characters; words and runs of white space; GPT-2's BPE
+    data_dir: str = "data"  # where downloads and token caches are kept
+    out_dir: str = ""  # the run directory; empty: out/MODEL-PRESET
+    max_steps: int = 600  # optimiser steps; 0: as many as `epochs` takes
+    epochs: int = 1  # passes over the training windows, when max_steps is 0
+    batch_size: int = 32  # sequences per forward pass, over all processes together
+    grad_accum: int = 1  # forward passes per optimiser step
+    stride: int = 0  # 0: windows start anywhere, at random; else every `stride` tokens, shuffled each epoch
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon on the blocks' matrices, AdamW on the rest
+    lr: float = 3e-4  # peak learning rate of AdamW
+    muon_lr: float = 0.01  # peak learning rate of Muon
+    weight_decay: float = 0.01  # on matrices only
+    beta2: float = 0.999  # AdamW's second moment decay
+    grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
+    schedule: Literal["constant", "cosine", "wsd"] = "constant"  # after the warm-up; cosine and wsd end at 0
+    warmup_steps: int = 0  # steps of linear warm-up
+    decay_share: float = 0.25  # the last share of the steps, in which wsd decays
+    log_interval: int = 10  # steps between progress lines (and rows of log.csv)
+    eval_interval: int = 100  # steps between evaluations, each followed by a checkpoint
+    eval_batches: int = 10  # batches per evaluation
+    seed: int = 42  # seeds initialisation, data order and dropout
+    device: str = "auto"  # auto, cuda, mps or cpu
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where the hardware is fast at it
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile of the blocks; auto: on CUDA
+    resume: bool = False  # go on from out_dir's last checkpoint
+    overwrite: bool = False  # start again in an out_dir that holds a run
+
+    def __post_init__(self):
+        check_at_least(self, 1, "epochs", "batch_size", "grad_accum", "log_interval", "eval_interval", "eval_batches")
+        check_at_least(self, 0, "max_steps", "stride", "lr", "muon_lr", "weight_decay", "grad_clip", "warmup_steps")
+        for name in ("beta2", "decay_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"--{name}={getattr(self, name)}: expected a number from 0 to 1")
+
+
+def check_at_least(config, least, *names):
+    """UserError for the first of the named fields that is below `least` (or not a number)."""
+    for name in names:
+        if not getattr(config, name) >= least:
+            raise UserError(f"--{name}={getattr(config, name)}: expected a number of at least {least}")
+
+
+def nearest(word, known):
+    """'did you mean a, b?', or all that is known."""
+    close = difflib.get_close_matches(word, known, 3, 0.5)
+    return f"did you mean {', '.join(close)}?" if close else f"choose from {', '.join(known)}"
+
+
+class Parser(argparse.ArgumentParser):
+    """--field=value for every field of the dataclasses. A field's help text is the comment behind it."""
+
+    def __init__(self, usage, *classes, defaults={}):
+        super().__init__(usage=usage, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False)
+        self.fields = [f for cls in classes for f in dataclasses.fields(cls)]
+        for cls in classes:
+            comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
+            group = self.add_argument_group(f"{cls.__module__}.{cls.__name__}")
+            for f in dataclasses.fields(cls):
+                help_text = f"{comments.get(f.name, '')} [{defaults.get(f.name, f.default)}]".replace("%", "%%")
+                group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=help_text, **(
+                    {"action": argparse.BooleanOptionalAction} if f.type is bool else
+                    {"choices": get_args(f.type)} if get_origin(f.type) is Literal else {"type": f.type}))
+
+    def error(self, message):
+        raise UserError(message)
+
+    def parse(self, argv):
+        """The fields that argv sets, as a dict; UserError names the nearest fields to an unknown one."""
+        values, unknown = self.parse_known_args(argv)
+        if unknown:
+            word = unknown[0].split("=")[0]
+            raise UserError(f"{word}: no such field; {nearest(word, ['--' + f.name for f in self.fields])}")
+        return vars(values)
+
+
+def split_fields(values, *classes):
+    """One dict per dataclass, of the values that are its fields."""
+    return [{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values} for cls in classes]
+
+
+def write_whole(path, write):
+    """Call write(temporary path), flush to disk and rename: `path` is never half-written, even if we are killed."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        with open(temporary, "rb") as f:
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
+        kept = "; the last good one stays" if path.exists() else ""
+        raise UserError(f"{path} could not be written: {str(error).splitlines()[0]}{kept}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path, value):
+    write_whole(path, lambda p: p.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text. Every data set becomes {split: (path, first byte, last byte)}.
+
+SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt", 1115394,
+               "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")
+WIKITEXT = {"wikitext-2": ("https://wikitext.smerity.com/wikitext-2-raw-v1.zip", None, None),
+            "wikitext-103": ("https://wikitext.smerity.com/wikitext-103-raw-v1.zip", 191984949, None)}
+DATASETS = ("python-docs", "shakespeare", *WIKITEXT)
+
+
+def download(url, path, size=None, sha256=None, tries=3):
+    """Fetch url into path: streamed, size and checksum verified, renamed when whole. A file already there is checked."""
+    def verify(p):
+        if size and p.stat().st_size != size:
+            raise UserError(f"{path} should have {size:,} bytes and has {p.stat().st_size:,}: delete it and try again")
+        if sha256 and file_sha256(p) != sha256:
+            raise UserError(f"{path} has another SHA-256 than the published file: delete it and try again")
+
+    if path.exists():
+        return verify(path)
+
+    def fetch(temporary):
+        with urllib.request.urlopen(url, timeout=30) as reply, open(temporary, "wb") as f:
+            total = int(reply.headers.get("Content-Length") or 0)
+            while chunk := reply.read(1 << 20):
+                f.write(chunk)
+                print(f"\r{path.name}: {f.tell() / 1e6:.1f} of {total / 1e6:.1f} MB", end="", file=sys.stderr, flush=True)
+            print(file=sys.stderr)
+            if f.tell() < total:
+                raise ConnectionError(f"the connection ended after {f.tell():,} of {total:,} bytes")
+        verify(temporary)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for attempt in range(tries):
+        time.sleep(attempt)
+        try:
+            return write_whole(path, fetch)
+        except (UserError, http.client.HTTPException) as error:
+            reason = error
+    raise UserError(f"no download: {reason}. Put {url} at {path} by hand, or use --dataset=python-docs, which needs none")
+
+
+def file_sha256(path, start=0, end=None):
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        f.seek(start)
+        left = (path.stat().st_size if end is None else end) - start
+        while chunk := f.read(min(1 << 20, left)):
+            digest.update(chunk)
+            left -= len(chunk)
+    return digest.hexdigest()
+
+
+def python_docs(path):
+    """English prose that ships with CPython: the help topics; every tenth one is held out. Returns the splits."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise UserError("this Python ships without pydoc_data: use --dataset=PATH with a text file of your own") from None
+    documents = [topics[name].strip() + "\n\n" for name in sorted(topics)]
+    val = "".join(documents[9::10]).encode()
+    train = "".join(d for i, d in enumerate(documents) if i % 10 != 9).encode()
+    if not path.exists() or path.read_bytes() != train + val:
+        write_whole(path, lambda p: p.write_bytes(train + val))
+    return {"train": (path, 0, len(train)), "val": (path, len(train), len(train + val))}
+
+
+def wikitext(name, data_dir):
+    """Raw WikiText: its own splits, each line a document, empty lines dropped, joined by a blank line (arXiv 2606.24898)."""
+    url, size, sha256 = WIKITEXT[name]
+    paths = {split: data_dir / f"{name}-{split}.txt" for split in ("train", "val", "test")}
+    if not all(p.exists() for p in paths.values()):
+        archive = data_dir / url.rsplit("/", 1)[1]
+        download(url, archive, size, sha256)
+        try:
+            with zipfile.ZipFile(archive) as z:
+                for split, member in (("train", "train"), ("val", "valid"), ("test", "test")):
+                    with io.TextIOWrapper(z.open(f"{name}-raw/wiki.{member}.raw"), "utf-8") as lines:
+                        def write(p):
+                            with open(p, "w", encoding="utf-8", newline="") as out:
+                                out.writelines(line.strip() + "\n\n" for line in lines if line.strip())
+                        write_whole(paths[split], write)
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise UserError(f"{archive} is not the WikiText archive ({error}): delete it and try again") from None
+    return {split: (p, 0, p.stat().st_size) for split, p in paths.items()}
+
+
+def text_file(path):
+    """A text file of the user's: about the last tenth, from the start of a line, is the validation split."""
+    if not path.is_file():
+        raise UserError(f"--dataset={path}: no such data set or file; {nearest(str(path), DATASETS)}")
+    size = path.stat().st_size
+    with open(path, "rb") as f:
+        cut = f.seek(size * 9 // 10)
+        tail = f.read()  # one line only: cut before a byte that starts a character
+    cut += tail.find(b"\n") + 1 or next((i for i, byte in enumerate(tail) if byte & 0xC0 != 0x80), 0)
+    return {"train": (path, 0, cut), "val": (path, cut, size)}
+
+
+def find_text(dataset, data_dir):
+    """{split: (path, first byte, last byte)} of a named data set or a file."""
+    if dataset == "python-docs":
+        return python_docs(data_dir / "python-docs.txt")
+    if dataset == "shakespeare":
+        download(SHAKESPEARE[0], data_dir / "shakespeare.txt", *SHAKESPEARE[1:])
+        return text_file(data_dir / "shakespeare.txt")
+    if dataset in WIKITEXT:
+        return wikitext(dataset, data_dir)
+    return text_file(Path(dataset))
+
+
+def blocks(path, start, end, size=1 << 20):
+    """The text between two bytes, in pieces of about `size`, cut before a line that starts with a non-space: no token of
+    any tokenizer here spans such a cut, so that pieces can be encoded apart."""
+    piece, length = [], 0
+    with open(path, "rb") as f:
+        f.seek(start)
+        while start < end:
+            raw = f.readline(end - start)
+            start += len(raw)
+            try:
+                line = raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path} is not UTF-8 text ({error.reason} before byte {start:,})") from None
+            if "\0" in line:
+                raise UserError(f"{path} is binary, not text (a zero byte before byte {start:,})")
+            if length > size and not line[0].isspace():
+                yield "".join(piece)
+                piece, length = [], 0
+            piece.append(line)
+            length += len(line)
+    yield "".join(piece)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizers: encode(text) -> list of int, decode(ids) -> text, `spec` to rebuild them from a checkpoint.
+
+class Tokenizer:
+    """A list of types. char: one token per character, and an unknown one is an error. regex: the paper's (arXiv
+    2606.24898), runs of white space, words, single other characters; an unknown one becomes <unk>, which cannot be undone."""
+    patterns = {"char": re.compile(r"(?s)."), "regex": re.compile(r"\s+|[A-Za-z0-9_]+|[^\w\s]|\w")}  # |\w: beyond ASCII
+    specials = ["<pad>", "<bos>", "<eos>", "<unk>"]
+
+    def __init__(self, name, vocab):
+        self.split, self.vocab, self.ids = self.patterns[name].findall, vocab, {t: i for i, t in enumerate(vocab)}
+        self.vocab_size, self.spec = len(vocab), {"name": name, "vocab": vocab}
+
+    def encode(self, text):
+        types, unknown = self.split(text), self.ids.get("<unk>")
+        if unknown is None and (missing := set(types) - set(self.ids)):
+            raise UserError(f"these characters are not in the vocabulary: {''.join(sorted(missing))!r}")
+        return [self.ids.get(t, unknown) for t in types]
+
+    def decode(self, ids):
+        return "".join(self.vocab[i] for i in ids)
+
+
+class GPT2Tokenizer:
+    """GPT-2's byte-level BPE through tiktoken: 50,257 types, round-trips every text."""
+    name, spec = "gpt2", {"name": "gpt2"}
+
+    def __init__(self, data_dir="data"):
+        import tiktoken, tiktoken.load
+        from tiktoken_ext import openai_public
+        ranks, self.data_dir = Path(data_dir) / "gpt2.tiktoken", data_dir
+        try:
+            if ranks.exists():
+                self.bpe = tiktoken.Encoding("gpt2", pat_str=openai_public.r50k_pat_str,
+                                             mergeable_ranks=tiktoken.load.load_tiktoken_bpe(str(ranks)),
+                                             special_tokens={"<|endoftext|>": 50256})
+            else:
+                self.bpe = tiktoken.get_encoding("gpt2")
+        except Exception as error:  # tiktoken lets through whatever its HTTP client or its parser raises
+            raise UserError(f"GPT-2's BPE ranks could not be read ({type(error).__name__}): put gpt2.tiktoken (from "
+                            f"openai-whisper, whisper/assets/gpt2.tiktoken) at {ranks}, or use --tokenizer=char") from None
+        self.vocab_size = self.bpe.n_vocab
+
+    def encode(self, text):
+        return self.bpe.encode_ordinary(text)
+
+    def decode(self, ids):
+        return self.bpe.decode(list(ids))
+
+    def __reduce__(self):
+        return GPT2Tokenizer, (self.data_dir,)
+
+
+def build_tokenizer(spec, data_dir="data"):
+    return GPT2Tokenizer(data_dir) if spec["name"] == "gpt2" else Tokenizer(spec["name"], spec["vocab"])
+
+
+def map_blocks(function, text):
+    """function over the blocks of {path, start, end}, in order, on all cores where the text is large."""
+    path, start, end = text
+    if end - start < 1 << 24:
+        yield from map(function, blocks(path, start, end))
+        return
+    pieces, workers = blocks(path, start, end), os.cpu_count() or 1
+    with multiprocessing.Pool(workers) as pool:
+        while group := [p for _, p in zip(range(4 * workers), pieces)]:  # bounded, unlike imap, which reads ahead
+            yield from pool.map(function, group, chunksize=1)
+
+
+def count_types(name, text):
+    return collections.Counter(Tokenizer.patterns[name].findall(text))
+
+
+def fit_tokenizer(name, splits, vocab_size, data_dir):
+    """char: every character of every split. regex: the most frequent types of the training split, ties alphabetical."""
+    if name == "gpt2":
+        return GPT2Tokenizer(data_dir)
+    counts = collections.Counter()
+    for split, text in splits.items():
+        if split == "train" or name == "char":
+            for part in map_blocks(functools.partial(count_types, name), text):
+                counts.update(part)
+    if name == "char":
+        return Tokenizer(name, sorted(counts))
+    types = sorted((t for t, n in counts.items() if n >= 2), key=lambda t: (-counts[t], t))
+    return Tokenizer(name, (Tokenizer.specials + types)[:vocab_size])
+
+
+def encode_block(tokenizer, dtype, text):
+    return np.array(tokenizer.encode(text), dtype)
+
+
+def token_cache(options, vocab_size):
+    """The tokenizer and {split: memory map of tokens}, built once under data_dir. The cache is used only if the text, the
+    tokenizer and the token files are those that its JSON names, by SHA-256; else it is built again."""
+    data_dir = Path(options.data_dir)
+    data_dir.mkdir(parents=True, exist_ok=True)
+    splits = find_text(options.dataset, data_dir)
+    sources = {split: file_sha256(*text) for split, text in splits.items()}
+    name = options.dataset if options.dataset in DATASETS else Path(options.dataset).stem
+    cache = data_dir / f"{name}-{options.tokenizer}-{hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:8]}"
+    wanted = {"sources": sources, "tokenizer": options.tokenizer,
+              "vocab_size": vocab_size if options.tokenizer == "regex" else None}
+
+    def read():
+        meta = json.loads((cache / "meta.json").read_text(encoding="utf-8"))
+        maps = {}
+        for split in splits:
+            if file_sha256(cache / f"{split}.bin") != meta["tokens"][split]:
+                raise ValueError(f"{split}.bin is not what was written")
+            maps[split] = np.memmap(cache / f"{split}.bin", meta["dtype"], "r")
+        if {k: meta[k] for k in wanted} != wanted:
+            raise ValueError("another text or tokenizer")
+        return build_tokenizer(meta["spec"], data_dir), maps
+
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return read()
+    cache.mkdir(exist_ok=True)
+    tokenizer = fit_tokenizer(options.tokenizer, splits, vocab_size, data_dir)
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    for split, text in splits.items():
+        def write(p):
+            with open(p, "wb") as f:
+                for tokens in map_blocks(functools.partial(encode_block, tokenizer, dtype), text):
+                    f.write(tokens.tobytes())
+        write_whole(cache / f"{split}.bin", write)
+    write_json(cache / "meta.json", wanted | {
+        "dtype": dtype, "tokens": {s: file_sha256(cache / f"{s}.bin") for s in splits}, "spec": tokenizer.spec})
+    return read()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches. Batch i of a split is a pure function of (seed, i): the data position is the step, and resuming is exact.
+
+class TextData:
+    """Windows of block_size + 1 tokens from a token stream. `batch` gives idx and targets, each (rows, T) int64."""
+
+    def __init__(self, options, config):
+        self.options, self.T = options, config.block_size
+        self.tokenizer, self.tokens = token_cache(options, config.vocab_size)
+        self.vocab_size = self.tokenizer.vocab_size
+        for split, tokens in self.tokens.items():
+            if len(tokens) <= self.T:
+                raise UserError(f"{options.dataset}: its {split} split has {len(tokens)} tokens and a window takes "
+                                f"{self.T + 1}: use a longer text or a smaller --block_size")
+        self.windows = (len(self.tokens["train"]) - 1 - self.T) // (options.stride or self.T) + 1
+        self.batches_per_epoch = self.windows // options.batch_size
+        if options.stride and not self.batches_per_epoch:
+            raise UserError(f"--batch_size={options.batch_size} is more than the {self.windows} training windows")
+
+    def starts(self, split, i):
+        """Where the windows of batch i begin."""
+        o, n = self.options, len(self.tokens[split]) - self.T
+        if split != "train":  # evenly spread, the same at every evaluation
+            return np.linspace(0, n - 1, o.eval_batches * o.batch_size).astype(np.int64)[i::o.eval_batches]
+        if not o.stride:
+            return np.random.default_rng([o.seed, i]).integers(0, n, o.batch_size)
+        epoch, i = divmod(i, self.batches_per_epoch)
+        return self.permutation(epoch)[i * o.batch_size:][:o.batch_size] * o.stride
+
+    @functools.lru_cache(1)
+    def permutation(self, epoch):
+        return np.random.default_rng([self.options.seed, 1 << 32, epoch]).permutation(self.windows)
+
+    def batch(self, split, i, rank=0, world=1):
+        starts = self.starts(split, i)[rank::world]
+        rows = torch.from_numpy(self.tokens[split][starts[:, None] + np.arange(self.T + 1)].astype(np.int64))
+        return rows[:, :-1], rows[:, 1:]
+
+
+def load_data(options, config):
+    """The data of `options.dataset`, whose tokenizer then fixes config.vocab_size."""
+    return TextData(options, config)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cross-entropy of large vocabularies, without keeping the logits.
+
+def cross_entropy_chunk(h, weight, targets, scale):
+    """CE of (n, D) states against tied embeddings (V, D), and scale * its gradients; in closed form, softmax - one-hot."""
+    logits = (h @ weight.T).float()
+    log_z = logits.logsumexp(-1)
+    ce = log_z - logits.gather(-1, targets[:, None])[:, 0]
+    grad = torch.exp(logits - log_z[:, None])
+    grad = grad.scatter_add(-1, targets[:, None], -torch.ones_like(ce)[:, None]) * scale[:, None]
+    grad = grad.to(h.dtype)
+    return ce, grad @ weight, grad.T @ h
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """sum_i scale_i CE_i over rows of states. Each chunk's logits live only while its loss and gradients are computed, in
+    the forward pass: nothing of size V is kept, and the backward pass multiplies no matrix again."""
+    chunk_elements = 1 << 24  # logits alive at a time: 64 MB in float32
+
+    @staticmethod
+    def forward(ctx, h, weight, targets, scale, dtype):
+        rows = max(1, ChunkedCrossEntropy.chunk_elements // weight.shape[0])
+        low_h, low_weight = h.to(dtype), weight.to(dtype)
+        ce, grad_h, grad_weight = h.new_empty(len(h), dtype=torch.float32), torch.empty_like(h), torch.zeros_like(weight)
+        for i in range(0, len(h), rows):
+            s = slice(i, i + rows)
+            ce[s], grad_h[s], chunk_weight = cross_entropy_chunk(low_h[s], low_weight, targets[s], scale[s])
+            grad_weight += chunk_weight
+        ctx.save_for_backward(grad_h, grad_weight, ce)
+        ctx.mark_non_differentiable(ce)
+        return (ce * scale).sum(), ce
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        grad_h, grad_weight, ce = ctx.saved_tensors
+        return grad * grad_h, grad * grad_weight, None, grad * ce, None
+
+
+def cross_entropy(h, weight, targets, scale):
+    """sum_i scale_i CE(h_i W^T, target_i), and each row's CE without gradient.
+
+    h (N, D); weight (V, D); targets (N,) int64; scale (N,) float32, zero where there is nothing to predict, itself
+    differentiable. Float32 softmax; the matrices are multiplied in autocast's dtype.
+    """
+    device = h.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
+    if torch.is_grad_enabled():
+        return ChunkedCrossEntropy.apply(h, weight, targets, scale, dtype)
+    rows = max(1, ChunkedCrossEntropy.chunk_elements // weight.shape[0])
+    ce = torch.cat([F.cross_entropy(F.linear(h[i:i + rows], weight).float(), targets[i:i + rows], reduction="none")
+                    for i in range(0, len(h), rows)])
+    return (ce * scale).sum(), ce
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run: device, optimiser, schedule, evaluation, log, checkpoint.
+
+def pick_device(name):
+    """'auto' -> cuda, mps or cpu, whichever is there first; UserError for a device that is not."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device={name} cannot be used here: {str(error).splitlines()[0]}") from None
+    return torch.device(name)
+
+
+def pick_dtype(name, device):
+    """'auto' -> bfloat16 where the hardware multiplies it faster than float32: GPUs that have it, CPUs with AVX-512 bf16
+    or AMX."""
+    if name == "auto":
+        cpu = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+        fast = cpu.get("avx512_bf16") or cpu.get("amx_bf16") or device.type == "cuda" and torch.cuda.is_bf16_supported(False)
+        name = "bfloat16" if fast else "float32"
+    return getattr(torch, name)
+
+
+def matmul_peak(device, dtype):
+    """FLOP/s of a large square matmul, measured: what MFU is against."""
+    n = 8192 if device.type == "cuda" else 2048
+    a, seconds = torch.ones(n, n, device=device, dtype=dtype), []
+    for _ in range(4):
+        start = time.perf_counter()
+        (a @ a)[0, 0].item()  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    return 2 * n**3 / min(seconds)
+
+
+def compile_blocks(model, device, choice):
+    """Compile each block in place: one graph serves every layer and any number of loops, and no weight is renamed."""
+    if choice == "off" or choice == "auto" and device.type != "cuda":
+        return
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
+    except Exception as error:  # no C++ compiler, no Triton: whatever the back end raises
+        print(f"warning: running without torch.compile ({str(error).strip().splitlines()[0]})", file=sys.stderr)
+        return
+    for block in model.blocks:
+        block.compile(fullgraph=True)
+    global cross_entropy_chunk
+    cross_entropy_chunk = torch.compile(cross_entropy_chunk)
+
+
+def build_optimizers(model, o):
+    """AdamW, decaying matrices only; with --optimizer=muon the blocks' matrices go to Muon instead."""
+    muon = [p for p in model.blocks.parameters() if p.ndim == 2] if o.optimizer == "muon" else []
+    rest = [p for p in model.parameters() if not any(p is m for m in muon)]
+    groups = [{"params": [p for p in rest if p.ndim >= 2], "weight_decay": o.weight_decay},
+              {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}]
+    optimizers = [torch.optim.AdamW(groups, lr=o.lr, betas=(0.9, o.beta2), fused=True)]
+    if muon:
+        optimizers.append(torch.optim.Muon(muon, lr=o.muon_lr, weight_decay=o.weight_decay))
+    for group in (g for optimizer in optimizers for g in optimizer.param_groups):
+        group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def schedule(o, step, max_steps):
+    """The share of the peak rate at steps 1 .. max_steps."""
+    if step <= o.warmup_steps:
+        return step / o.warmup_steps
+    t = (step - o.warmup_steps - 1) / (max_steps - o.warmup_steps)
+    if o.schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * t))
+    return min(1.0, (1 - t) / max(o.decay_share, 1e-9)) if o.schedule == "wsd" else 1.0
+
+
+def load_checkpoint(path, name):
+    """The checkpoint dict at `path` (a file, or a run directory's ckpt.pt), if model `name` wrote it; tensors on the CPU."""
+    path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
+    if not path.exists():
+        raise UserError(f"{path}: no such checkpoint; train one with: python train.py {name}")
+    try:
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)
+        found = ckpt["model"]
+    except Exception as error:  # pickle, zip and torch errors of all kinds: truncated, foreign, or with objects inside
+        raise UserError(f"{path} is not a checkpoint of this project, or is damaged ({type(error).__name__})") from None
+    if found != name:
+        raise UserError(f"{path} is a checkpoint of {found}, not of {name}")
+    return ckpt
+
+
+def load_model(path, module, model_class):
+    """A trained model in eval mode, its Options and its tokenizer, from a run directory or a checkpoint file."""
+    ckpt = load_checkpoint(path, module)
+    options = Options(**ckpt["options"])
+    model = model_class(sys.modules[model_class.__module__].Config(**ckpt["config"]))
+    model.load_state_dict(ckpt["weights"])
+    return model.to(pick_device("auto")).eval(), options, build_tokenizer(ckpt["tokenizer"], options.data_dir)
+
+
+class Run:
+    """One training run. A script's loop is: model = run.start(Model(run.config)); for step in run.steps(): for idx, targets
+    in run.batches(): with run.autocast(): loss, metrics = model.loss(idx, targets); run.backward(...); run.update()."""
+
+    def __init__(self, name, preset, config, options, show=()):
+        self.name, self.preset, self.options, self.show = name, preset, options, show
+        self.out = Path(options.out_dir)
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.device, self.rows = pick_device(options.device), []
+        self.step, self.tokens, self.best = 0, 0, math.inf
+        if self.world > 1:
+            if options.batch_size % self.world:
+                raise UserError(f"--batch_size={options.batch_size} cannot be shared by {self.world} processes")
+            if self.device.type == "cuda":
+                self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+                torch.cuda.set_device(self.device)
+            if not dist.is_initialized():
+                dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+        self.dtype = pick_dtype(options.dtype, self.device)
+        self.first = self.rank == 0
+        if self.first:  # the others then find the token cache built
+            self.data = load_data(options, config)
+        if self.world > 1:
+            dist.barrier()
+        if not self.first:
+            self.data = load_data(options, config)
+        self.config = dataclasses.replace(config, vocab_size=self.data.vocab_size)
+        self.max_steps = options.max_steps or options.epochs * self.data.batches_per_epoch // options.grad_accum
+        torch.set_float32_matmul_precision("high")
+        torch.manual_seed(options.seed)
+
+    def say(self, text):
+        if self.first:
+            print(text, flush=True)
+
+    def start(self, model):
+        """Model to the device, blocks compiled, optimisers built, the last checkpoint loaded. Returns the model."""
+        self.model = model.to(self.device)
+        self.optimizers = build_optimizers(model, self.options)
+        self.bad_step = torch.zeros((), device=self.device)
+        if self.rank:
+            torch.manual_seed(self.options.seed + self.rank)  # dropout differs between processes
+        if self.options.resume and (self.out / "ckpt.pt").exists():
+            self.load()
+        compile_blocks(model, self.device, self.options.compile)
+        self.peak = matmul_peak(self.device, self.dtype) * self.world
+        self.say(f"{self.name}-{self.preset}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, "
+                 f"{self.device}, {str(self.dtype)[6:]}, matmul peak {self.peak / 1e12:.2f} TFLOP/s, into {self.out}")
+        return model
+
+    def steps(self):
+        """Yield step = 1 .. max_steps; around each set the rates, log, evaluate, save, and stop cleanly when asked to."""
+        o, self.asked = self.options, None
+        old = {s: signal.signal(s, lambda number, frame: self.ask(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self.mark = self.step, self.tokens, time.perf_counter()
+            if self.step == 0:
+                self.log(evaluate=True)
+            while self.step < self.max_steps:
+                self.step += 1
+                for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
+                    group["lr"] = group["peak_lr"] * schedule(o, self.step, self.max_steps)
+                self.loss, self.metrics = 0.0, {}
+                yield self.step
+                due = self.step % o.log_interval == 0
+                stop = self.asked if self.world == 1 else due and self.any_asked()
+                evaluate = self.step == self.max_steps or self.step % o.eval_interval == 0
+                if due or evaluate or stop:
+                    self.log(evaluate)
+                if evaluate or stop:
+                    self.save("ckpt.pt")
+                if stop:
+                    self.draw_curves()
+                    self.say(f"stopped after step {self.step}, saved; go on with: python train.py {self.name} "
+                             f"--out_dir={self.out} --resume")
+                    sys.exit(128 + stop)
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+        self.draw_curves()
+
+    def ask(self, number):
+        if self.asked:
+            raise KeyboardInterrupt  # the second time: at once
+        self.asked = number
+        self.say(" finishing this step, then saving (again: stop at once, from the last checkpoint)")
+
+    def any_asked(self):
+        asked = torch.tensor(self.asked or 0, device=self.device)
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+        return asked.item()
+
+    def to_device(self, *tensors):
+        if self.device.type == "cuda":  # pinned, so that the copy runs beside the computation
+            return [t.pin_memory().to(self.device, non_blocking=True) for t in tensors]
+        return [t.to(self.device) for t in tensors]
+
+    def batches(self):
+        """This step's grad_accum micro-batches (idx, targets), this process's rows of them."""
+        for i in range(self.options.grad_accum):
+            position = (self.step - 1) * self.options.grad_accum + i
+            idx, targets = self.data.batch("train", position, self.rank, self.world)
+            self.tokens += idx.numel() * self.world
+            yield self.to_device(idx, targets)
+
+    def autocast(self):
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def backward(self, loss, metrics):
+        """Gradients of this micro-batch's share of the step's loss."""
+        share = 1 / self.options.grad_accum
+        (loss * share).backward()
+        self.loss = self.loss + loss.detach() * share
+        self.metrics = {k: self.metrics.get(k, 0.0) + v.detach() * share for k, v in metrics.items()}
+
+    def update(self):
+        """Average the gradients over the processes, clip them, step the optimisers. Nothing here waits for the device."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        if self.world > 1:  # a loop's weights have their gradients only at the very end: there is nothing to overlap
+            flat = torch.cat([p.grad.flatten() for p in parameters])
+            dist.all_reduce(flat)
+            for p, grad in zip(parameters, flat.div_(self.world).split([p.numel() for p in parameters])):
+                p.grad.copy_(grad.view_as(p))
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.options.grad_clip or math.inf)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        bad = ~torch.isfinite(self.loss + norm) & (self.bad_step == 0)
+        self.bad_step = torch.where(bad, torch.full_like(self.bad_step, self.step), self.bad_step)
+
+    @torch.no_grad()
+    def evaluate(self):
+        """Mean loss and metrics over the evaluation batches, as val_* columns."""
+        self.model.eval()
+        total, n = collections.Counter(), self.options.eval_batches
+        for i in range(n):
+            with self.autocast():
+                batch = self.to_device(*self.data.batch("val", i, self.rank, self.world))
+                loss, metrics = self.model.loss(*batch)
+            for name, value in {"loss": loss, **metrics}.items():
+                total[f"val_{name}"] += self.mean(value) / n
+        self.model.train()
+        return dict(total)
+
+    def mean(self, value):
+        """A scalar tensor, averaged over the processes, as a float."""
+        if self.world > 1:
+            value = value.detach().clone()
+            dist.all_reduce(value)
+            value = value / self.world
+        return float(value)
+
+    def log(self, evaluate):
+        """A row of log.csv and a line on the screen; UserError if a loss or a gradient was not finite."""
+        if self.bad_step:
+            raise UserError(f"the loss or its gradient was not finite at step {int(self.bad_step)}: try a lower --lr; "
+                            f"{self.out} keeps its last good checkpoint")
+        row, line = {"step": self.step, "tokens": self.tokens}, f"step {self.step:>6}/{self.max_steps}"
+        if self.step > self.mark[0]:
+            row |= {"train_loss": self.mean(self.loss), **{name: self.mean(v) for name, v in self.metrics.items()}}
+            step, tokens, clock = self.mark
+            seconds = time.perf_counter() - clock
+            row |= {"lr": self.optimizers[0].param_groups[0]["lr"], "tokens_per_sec": (self.tokens - tokens) / seconds}
+            row["mfu"] = self.model.flops_per_token() * row["tokens_per_sec"] / self.peak
+            left = (self.max_steps - self.step) * seconds / (self.step - step)
+            line += f"  loss {row['train_loss']:.4f}" + "".join(f"  {k} {row[k]:.3g}" for k in self.show if k in row)
+            line += f"  {row['tokens_per_sec']:,.0f} tok/s  mfu {row['mfu']:.1%}  {left // 60:.0f}:{left % 60:02.0f} left"
+        if evaluate:
+            row |= self.evaluate()
+            line += f"  val {row['val_loss']:.4f}"
+        self.say(line)
+        self.rows.append(row)
+        if self.first:
+            write_csv(self.out / "log.csv", self.rows)
+            if evaluate and row["val_loss"] < self.best:
+                self.best = row["val_loss"]
+                self.save("best.pt")
+        self.mark = self.step, self.tokens, time.perf_counter()
+
+    def save(self, name):
+        """best.pt: weights, config, tokenizer. ckpt.pt: also all that --resume needs to go on bit for bit."""
+        state = {"model": self.name, "preset": self.preset, "config": dataclasses.asdict(self.config), "step": self.step,
+                 "options": dataclasses.asdict(self.options), "tokenizer": self.data.tokenizer.spec, "best": self.best,
+                 "weights": self.model.state_dict()}
+        if name == "ckpt.pt":
+            rng = [torch.get_rng_state(), torch.cuda.get_rng_state() if self.device.type == "cuda" else None]
+            every_rng = [rng] * self.world
+            if self.world > 1:
+                dist.all_gather_object(every_rng, rng)
+            state |= {"optimizers": [o.state_dict() for o in self.optimizers], "tokens": self.tokens, "rng": every_rng}
+        if self.first:
+            write_whole(self.out / name, lambda p: torch.save(state, p))
+
+    def load(self):
+        """Go on from ckpt.pt: everything that `save` put there, and the rows of log.csv up to its step."""
+        ckpt = load_checkpoint(self.out, self.name)
+        if ckpt["config"] != dataclasses.asdict(self.config) or ckpt["tokenizer"] != self.data.tokenizer.spec:
+            raise UserError(f"{self.out}/ckpt.pt has another architecture or tokenizer: resume it as it was, or choose "
+                            f"another --out_dir")
+        self.model.load_state_dict(ckpt["weights"])
+        for optimizer, state in zip(self.optimizers, ckpt["optimizers"]):
+            optimizer.load_state_dict(state)
+        self.step, self.tokens, self.best = ckpt["step"], ckpt["tokens"], ckpt["best"]
+        if len(ckpt["rng"]) == self.world:
+            cpu, cuda = ckpt["rng"][self.rank]
+            torch.set_rng_state(cpu)
+            if cuda is not None and self.device.type == "cuda":
+                torch.cuda.set_rng_state(cuda)
+        self.rows = [r for r in read_csv(self.out / "log.csv") if r["step"] <= self.step]
+        self.say(f"resuming after step {self.step}")
+
+    def draw_curves(self):
+        """curves.png: training and validation loss, and one panel per quantity of the script's SHOW."""
+        if not self.first:
+            return
+        panels = [("train_loss", "val_loss"), *((name,) for name in self.show)]
+        figure, axes = new_figure(len(panels))
+        for axis, names in zip(axes, panels):
+            for name in names:
+                points = [(r["step"], r[name]) for r in self.rows if name in r]
+                axis.plot(*zip(*points), label=name)
+            axis.set(xlabel="step", ylabel=", ".join(names), yscale="linear" if len(names) > 1 else "log")
+            axis.legend()
+        figure.suptitle(f"{self.name}-{self.preset}")
+        figure.savefig(self.out / "curves.png", dpi=120)
+
+
+def new_figure(panels):
+    """A matplotlib figure with a row of panels; nothing opens on the screen."""
+    from matplotlib.figure import Figure  # here, since it costs most of a second
+    figure = Figure((5 * panels, 3.6), layout="constrained")
+    return figure, figure.subplots(1, panels, squeeze=False)[0]
+
+
+def write_csv(path, rows):
+    """Rows (dicts) under the union of their columns."""
+    log = ["step", "tokens", "train_loss", "val_loss", "lr", "tokens_per_sec", "mfu"] if "step" in rows[0] else []
+    columns = list(dict.fromkeys(log + [name for row in rows for name in row]))
+
+    def write(p):
+        with open(p, "w", newline="", encoding="utf-8") as f:
+            writer = csv.DictWriter(f, columns)
+            writer.writeheader()
+            writer.writerows(rows)
+    write_whole(path, write)
+
+
+def read_csv(path):
+    """The rows of a CSV of numbers and words, empty cells left out, numbers as they were."""
+    def value(text):
+        try:
+            return int(text) if text.lstrip("-").isdigit() else float(text)
+        except ValueError:
+            return text
+    if not path.exists():
+        return []
+    with open(path, newline="", encoding="utf-8") as f:
+        return [{k: value(v) for k, v in row.items() if v != ""} for row in csv.DictReader(f)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Starting a run, or a sweep of them.
+
+def launch(name, module, preset, given):
+    """Train one run: the preset's fields under the `given` ones; with resume, the saved run's under the given ones."""
+    values = module.PRESETS[preset] | given
+    out = Path(given.get("out_dir") or f"out/{name}-{preset}")
+    saved_file, saved = out / "config.json", None
+    if saved_file.exists():
+        saved = json.loads(saved_file.read_text(encoding="utf-8"))
+        if given.get("resume"):
+            if (saved["model"], saved["preset"]) != (name, preset):
+                raise UserError(f"{out} holds a run of {saved['model']}-{saved['preset']}, not of {name}-{preset}")
+            values = saved["config"] | saved["options"] | given
+    values["out_dir"] = str(out)
+    config, options = (cls(**fields) for cls, fields in zip(
+        (module.Config, Options), split_fields(values, module.Config, Options)))
+    wanted = {"model": name, "preset": preset, "config": dataclasses.asdict(config), "options": dataclasses.asdict(options)}
+    wanted["options"] |= {"resume": False, "overwrite": False}
+    if saved and not options.overwrite:
+        changed = [f"{k}: {saved['config'].get(k)} there, {v} here" for k, v in wanted["config"].items()
+                   if saved["config"].get(k) != v]
+        if changed and options.resume:
+            raise UserError(f"{out} cannot be resumed with a changed architecture ({'; '.join(changed)})")
+        if not options.resume:
+            changed += [f"{k}: {saved['options'].get(k)} there, {v} here" for k, v in wanted["options"].items()
+                        if saved["options"].get(k) != v]
+            raise UserError(f"{out} already holds {'another' if changed else 'this'} run{' (' if changed else ''}"
+                            f"{'; '.join(changed)}{')' if changed else ''}: add --resume to go on with it, --overwrite to "
+                            f"start again, or choose another --out_dir")
+    run = Run(name, preset, config, options, module.SHOW)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out_dir={out} cannot be made: {error.strerror}") from None
+    if run.first:
+        if not options.resume:
+            for old in ("ckpt.pt", "best.pt", "log.csv", "curves.png"):
+                (out / old).unlink(missing_ok=True)
+        write_json(saved_file, wanted)
+    try:
+        module.train_model(run)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise UserError(f"out of memory at --batch_size={options.batch_size}: halve it and double --grad_accum, which "
+                            f"trains the same") from None
+        raise
+    return run
+
+
+def sweep(name, module, preset, given, sweep_name, seeds):
+    """Train every condition of a sweep with every seed, skipping what is finished; then the script's own report."""
+    out, runs = Path(given.pop("out_dir", None) or f"out/{name}-{preset}-{sweep_name}"), {}
+    conditions, report = module.SWEEPS[sweep_name]
+    for condition, fields in conditions.items():
+        for seed in seeds:
+            path = out / f"{condition}-seed{seed}"
+            values = given | fields | {"seed": seed, "out_dir": str(path), "resume": True}
+            print(f"--- {condition}, seed {seed}")
+            launch(name, module, preset, values)
+            runs[condition, seed] = path
+    report(runs, out)
+
+
+def main(argv):
+    usage = "python train.py MODEL [--preset=NAME | --sweep=NAME [--seeds=A,B,...]] [--field=value ...]"
+    if not argv or argv[0] in ("-h", "--help"):
+        return Parser(f"{usage}\nMODEL is one of {', '.join(MODELS)}; python train.py MODEL --help adds its own fields.",
+                      Options).print_help()
+    name, argv = argv[0], argv[1:]
+    if name not in MODELS:
+        raise UserError(f"{name!r}: no such model; {nearest(name, MODELS)}")
+    module = importlib.import_module(name)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", default=next(iter(module.PRESETS)))
+    first.add_argument("--sweep")
+    first.add_argument("--seeds", default="42")
+    chosen, argv = first.parse_known_args(argv)
+    for what, value, known in (("preset", chosen.preset, module.PRESETS), ("sweep", chosen.sweep, module.SWEEPS)):
+        if value is not None and value not in known:
+            raise UserError(f"--{what}={value}: no such {what}; {nearest(value, known)}")
+    if not re.fullmatch(r"\d+(,\d+)*", chosen.seeds):
+        raise UserError(f"--seeds={chosen.seeds}: expected whole numbers, as in --seeds=42,101,202")
+    usage += f"\npresets: {', '.join(module.PRESETS)}; sweeps: {', '.join(module.SWEEPS)}"
+    given = Parser(usage, module.Config, Options, defaults=module.PRESETS[chosen.preset]).parse(argv)
+    if chosen.sweep:
+        sweep(name, module, chosen.preset, given, chosen.sweep, [int(s) for s in chosen.seeds.split(",")])
+    else:
+        launch(name, module, chosen.preset, given)
+
+
+def command_line(function):
+    """Call function(arguments); a UserError becomes one line and exit status 1."""
+    try:
+        function(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    import train  # the module that the scripts import, not a second copy called __main__
+    train.command_line(train.main)
