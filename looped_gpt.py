@@ -12,7 +12,7 @@ only a loss that sees the scale (a raw readout, a norm penalty), or a loop witho
 
 Letters: B batch, T tokens, D width, V vocabulary, K loops, H_k the (B, T, D) state after loop k; u = H / s, s = ||H||.
 """
-import math, sys, time
+import copy, math, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -180,21 +180,21 @@ class LoopedGPT(nn.Module):
             scale = self.exit_probabilities(rows)
             entropy = -(scale * scale.clamp_min(1e-9).log()).sum(0).mean()
         else:
-            supervised = torch.tensor([k == K or c.supervision == "per_loop" for k in read], device=idx.device)
+            supervised = self.wte.weight.new_tensor([k == K or c.supervision == "per_loop" for k in read])
             scale = (supervised / supervised.sum())[:, None].expand(-1, targets.numel())
         loss, ce = cross_entropy(torch.cat(rows), self.wte.weight, targets.flatten().repeat(len(read)),
                                  scale.flatten() / targets.numel())
         if c.supervision == "adaptive":
             loss = loss - 0.1 * entropy
         if c.norm_penalty:
-            loss = loss + c.norm_penalty * sum(h.float().square().mean() for h in states) / K
+            loss = loss + c.norm_penalty * sum(h.square().mean() for h in states) / K
         metrics = {f"ce_{k}": ce_k for k, ce_k in zip(read, ce.view(len(read), -1).mean(1))}
-        return loss, metrics | {"final_norm": states[-1].detach().float().norm(dim=-1).mean()}
+        return loss, metrics | {"final_norm": states[-1].detach().norm(dim=-1).mean()}
 
     def exit_probabilities(self, rows):
         """p_k = g_k prod_{j<k} (1 - g_j), g = sigmoid(gate(r(H))), the last loop taking the rest: (K, B T), columns sum to 1."""
-        g = [torch.sigmoid(self.gate(h).float())[:, 0] for h in rows[:-1]]
-        left, p = torch.ones(len(rows[0]), device=rows[0].device), []
+        g = [torch.sigmoid(self.gate(h))[:, 0].to(h.dtype) for h in rows[:-1]]
+        left, p = torch.ones_like(rows[0][:, 0]), []
         for g_k in g:
             p.append(left * g_k)
             left = left * (1 - g_k)
@@ -223,8 +223,7 @@ class LoopedGPT(nn.Module):
             if idx.shape[1] - begin > c.block_size:
                 begin, length = idx.shape[1] - half, 0
             if use_cache and cache is None:
-                cache = torch.empty(K, c.n_layer, 2, len(idx), c.n_head, c.block_size, c.n_embd // c.n_head,
-                                    dtype=self.compute_dtype(idx.device), device=idx.device)
+                cache = self.wte.weight.new_empty(K, c.n_layer, 2, len(idx), c.n_head, c.block_size, c.n_embd // c.n_head)
             h = self.states(idx[:, begin + length:], K, cache=cache, start=length)[-1][:, -1]
             length = idx.shape[1] - begin if use_cache else 0
             logits = self.readout(h, final=K >= c.num_loops).float()
@@ -236,10 +235,6 @@ class LoopedGPT(nn.Module):
                 token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             idx = torch.cat([idx, token], dim=1)
         return idx
-
-    def compute_dtype(self, device):
-        """What the matrices are multiplied in here: autocast's dtype, or the weights'."""
-        return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else self.wte.weight.dtype
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -278,7 +273,7 @@ def loss_per_loop(model, batches, num_loops=None, clamp=None):
 
 def token_loss(model, h, k, targets):
     """CE of each token, (B, T), read out from the state h after loop k."""
-    scale = torch.ones(targets.numel(), device=h.device)
+    scale = h.new_ones(targets.numel())
     rows = model.normed(h, k >= model.config.num_loops).flatten(0, 1)
     return cross_entropy(rows, model.wte.weight, targets.flatten(), scale)[1].view(targets.shape)
 
@@ -329,6 +324,18 @@ def lemma2_prediction(model, h):
     b = sum(block.attn(rms_direction(block.norm1, u)) + block.ffn(rms_direction(block.norm2, u)) for block in model.blocks)
     a_rad = (b * u).sum(-1)
     return a_rad, (b - a_rad[..., None] * u).norm(dim=-1) / s
+
+
+@torch.no_grad()
+def lemma2_remainders(model, h, factors=(1, 10, 100, 1000)):
+    """Lemma 2 against measurement in float64, for one loop from a * H: per factor a, means over tokens of s, the radial
+    increment and |increment - a_rad| = O(1/s), the angular step and |step - ||b_perp|| / s| = O(1/s^2). (factors, 5)."""
+    model, rows = copy.deepcopy(model).double(), []
+    for state in (a * h.double() for a in factors):
+        s, radial, angular = scale_and_direction(state, model.loop(state))
+        a_rad, step = lemma2_prediction(model, state)
+        rows.append(torch.stack([x.mean() for x in (s, radial, (radial - a_rad).abs(), angular, (angular - step).abs())]))
+    return torch.stack(rows)
 
 
 def rms_direction(norm, u):
@@ -429,6 +436,9 @@ def diagnose(path):
     print("\nloop   scale s   radial increment   angular step   angular step * s (Lemma 2)")
     for k in [k for k in (1, 2, 3, 4, 6, 8, 12, 16, 20, 29) if k <= len(dynamics)]:
         print("{:4d}  {:8.2f}   {:16.3f}   {:12.5f}   {:16.3f}".format(k, *dynamics[k - 1].tolist()))
+    print("\none loop from a * H_K: scale s   radial increment   its remainder   angular step   its remainder (Lemma 2)")
+    for a, row in zip((1, 10, 100, 1000), lemma2_remainders(model, model.states(batches[0][0])[-1]).tolist()):
+        print("{:15d} {:14.2f}   {:16.4f}   {:13.1e}   {:12.3e}   {:13.1e}".format(a, *row))
     print("\n||H_K|| over tokens: " + ", ".join(f"{k} {v:.2f}" for k, v in norm_quantiles(model, batches).items()))
     for clamp in ("freeze_loop1", "remove_radial"):
         change = loss_per_loop(model, batches, clamp=clamp)[-1] - ce[-1]
@@ -518,14 +528,16 @@ SWEEPS = {"table1": ({
 @dataclass
 class Arguments:
     prompt: str = ""  # text to continue; without it, the diagnostics are printed
-    loops: int = 0  # exit after this loop; 0: the trained number
+    loops: int = None  # exit after this loop; by default after the trained number
     max_new_tokens: int = 200  # how many tokens to generate
     temperature: float = 0.8  # 0: greedy
     top_k: int = 50  # sample from the k likeliest; 0: from all
     seed: int = 42  # seed of the sampling
 
     def __post_init__(self):
-        check_at_least(self, 0, "loops", "max_new_tokens", "temperature", "top_k")
+        check_at_least(self, 0, "max_new_tokens", "temperature", "top_k")
+        if self.loops is not None:
+            check_at_least(self, 1, "loops")
 
 
 def main(argv):
@@ -536,8 +548,10 @@ def main(argv):
     if not arguments.prompt:
         return diagnose(argv[0])
     model, _, tokenizer = train.load_model(argv[0], "looped_gpt", LoopedGPT)
+    if tokenizer.spec["name"] == "regex" and (missing := tokenizer.missing(arguments.prompt)):
+        print(f"warning: read as <unk>, since the training text lacks them: {missing}", file=sys.stderr)
     idx = torch.tensor([tokenizer.encode(arguments.prompt)], device=model.wte.weight.device)
-    new = model.generate(idx, arguments.max_new_tokens, arguments.loops or None, arguments.temperature, arguments.top_k,
+    new = model.generate(idx, arguments.max_new_tokens, arguments.loops, arguments.temperature, arguments.top_k,
                          arguments.seed)
     print(tokenizer.decode(new[0].tolist()))
 

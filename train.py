@@ -56,7 +56,7 @@ class Options:
     seed: int = 42  # seeds initialisation, data order and dropout
     device: str = "auto"  # auto, cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where the hardware is fast at it
-    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile of the blocks; auto: on CUDA
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile of the blocks; auto: on CUDA, and on CPUs above 10M weights
     resume: bool = False  # go on from out_dir's last checkpoint
     overwrite: bool = False  # start again in an out_dir that holds a run
 
@@ -123,7 +123,7 @@ def write_whole(path, write):
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
         kept = "; the last good one stays" if path.exists() else ""
-        raise UserError(f"{path} could not be written: {str(error).splitlines()[0]}{kept}") from None
+        raise UserError(f"{path} could not be completed: {str(error).splitlines()[0]}{kept}") from None
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -139,6 +139,7 @@ SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/
                "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")
 WIKITEXT = {"wikitext-2": ("https://wikitext.smerity.com/wikitext-2-raw-v1.zip", None, None),
             "wikitext-103": ("https://wikitext.smerity.com/wikitext-103-raw-v1.zip", 191984949, None)}
+PARALLEL_BYTES = 1 << 24  # texts from this size on are tokenized on all cores
 DATASETS = ("python-docs", "shakespeare", *WIKITEXT)
 
 
@@ -280,10 +281,14 @@ class Tokenizer:
         self.vocab_size, self.spec = len(vocab), {"name": name, "vocab": vocab}
 
     def encode(self, text):
-        types, unknown = self.split(text), self.ids.get("<unk>")
-        if unknown is None and (missing := set(types) - set(self.ids)):
-            raise UserError(f"these characters are not in the vocabulary: {''.join(sorted(missing))!r}")
-        return [self.ids.get(t, unknown) for t in types]
+        unknown = self.ids.get("<unk>")
+        if unknown is None and (missing := self.missing(text)):
+            raise UserError(f"these characters are not in the vocabulary: {''.join(missing)!r}")
+        return [self.ids.get(t, unknown) for t in self.split(text)]
+
+    def missing(self, text):
+        """The types of the text that the vocabulary lacks."""
+        return sorted(set(self.split(text)) - set(self.ids))
 
     def decode(self, ids):
         return "".join(self.vocab[i] for i in ids)
@@ -291,7 +296,7 @@ class Tokenizer:
 
 class GPT2Tokenizer:
     """GPT-2's byte-level BPE through tiktoken: 50,257 types, round-trips every text."""
-    name, spec = "gpt2", {"name": "gpt2"}
+    spec = {"name": "gpt2"}
 
     def __init__(self, data_dir="data"):
         import tiktoken, tiktoken.load
@@ -326,7 +331,7 @@ def build_tokenizer(spec, data_dir="data"):
 def map_blocks(function, text):
     """function over the blocks of {path, start, end}, in order, on all cores where the text is large."""
     path, start, end = text
-    if end - start < 1 << 24:
+    if end - start < PARALLEL_BYTES:
         yield from map(function, blocks(path, start, end))
         return
     pieces, workers = blocks(path, start, end), os.cpu_count() or 1
@@ -376,7 +381,8 @@ def token_cache(options, vocab_size):
         for split in splits:
             if file_sha256(cache / f"{split}.bin") != meta["tokens"][split]:
                 raise ValueError(f"{split}.bin is not what was written")
-            maps[split] = np.memmap(cache / f"{split}.bin", meta["dtype"], "r")
+            path = cache / f"{split}.bin"
+            maps[split] = np.memmap(path, meta["dtype"], "r") if path.stat().st_size else np.empty(0, meta["dtype"])
         if {k: meta[k] for k in wanted} != wanted:
             raise ValueError("another text or tokenizer")
         return build_tokenizer(meta["spec"], data_dir), maps
@@ -394,7 +400,11 @@ def token_cache(options, vocab_size):
         write_whole(cache / f"{split}.bin", write)
     write_json(cache / "meta.json", wanted | {
         "dtype": dtype, "tokens": {s: file_sha256(cache / f"{s}.bin") for s in splits}, "spec": tokenizer.spec})
-    return read()
+    tokenizer, maps = read()
+    for split, tokens in maps.items():
+        unknown = f", {np.mean(tokens == tokenizer.ids['<unk>']):.1%} unknown" if options.tokenizer == "regex" else ""
+        print(f"{name}, {split}: {len(tokens):,} {options.tokenizer} tokens{unknown}")
+    return tokenizer, maps
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -444,27 +454,33 @@ def load_data(options, config):
 # ---------------------------------------------------------------------------------------------------------------------
 # Cross-entropy of large vocabularies, without keeping the logits.
 
+CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}  # logits alive at a time: 16 MB, or 512 MB where launches cost more, in float32
+
+
+def chunk_rows(weight):
+    return max(1, CHUNK.get(weight.device.type, 1 << 24) // weight.shape[0])
+
+
 def cross_entropy_chunk(h, weight, targets, scale):
-    """CE of (n, D) states against tied embeddings (V, D), and scale * its gradients; in closed form, softmax - one-hot."""
-    logits = (h @ weight.T).float()
-    log_z = logits.logsumexp(-1)
-    ce = log_z - logits.gather(-1, targets[:, None])[:, 0]
-    grad = torch.exp(logits - log_z[:, None])
-    grad = grad.scatter_add(-1, targets[:, None], -torch.ones_like(ce)[:, None]) * scale[:, None]
-    grad = grad.to(h.dtype)
-    return ce, grad @ weight, grad.T @ h
+    """CE of (n, D) states against the embeddings (V, D), and scale * its gradients in closed form: softmax - one-hot."""
+    logits = h @ weight.T
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits - logits.amax(-1, keepdim=True)
+    target_logits = logits.gather(-1, targets[:, None])
+    p = logits.clamp_min(-60).exp()  # denormal numbers are slow
+    z = p.sum(-1, keepdim=True)
+    p = (p * (scale[:, None] / z)).scatter_add(-1, targets[:, None], -scale[:, None]).to(h.dtype)
+    return (z.log() - target_logits)[:, 0], p @ weight, p.T @ h
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """sum_i scale_i CE_i over rows of states. Each chunk's logits live only while its loss and gradients are computed, in
     the forward pass: nothing of size V is kept, and the backward pass multiplies no matrix again."""
-    chunk_elements = 1 << 24  # logits alive at a time: 64 MB in float32
-
     @staticmethod
     def forward(ctx, h, weight, targets, scale, dtype):
-        rows = max(1, ChunkedCrossEntropy.chunk_elements // weight.shape[0])
+        rows = chunk_rows(weight)
         low_h, low_weight = h.to(dtype), weight.to(dtype)
-        ce, grad_h, grad_weight = h.new_empty(len(h), dtype=torch.float32), torch.empty_like(h), torch.zeros_like(weight)
+        ce, grad_h, grad_weight = scale.new_empty(len(h)), torch.empty_like(h), torch.zeros_like(weight)
         for i in range(0, len(h), rows):
             s = slice(i, i + rows)
             ce[s], grad_h[s], chunk_weight = cross_entropy_chunk(low_h[s], low_weight, targets[s], scale[s])
@@ -482,15 +498,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 def cross_entropy(h, weight, targets, scale):
     """sum_i scale_i CE(h_i W^T, target_i), and each row's CE without gradient.
 
-    h (N, D); weight (V, D); targets (N,) int64; scale (N,) float32, zero where there is nothing to predict, itself
-    differentiable. Float32 softmax; the matrices are multiplied in autocast's dtype.
+    h (N, D); weight (V, D); targets (N,) int64; scale (N,) float32 or float64, zero where there is nothing to predict,
+    itself differentiable. The softmax is float32 at least; the matrices are multiplied in autocast's dtype.
     """
     device = h.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
     if torch.is_grad_enabled():
         return ChunkedCrossEntropy.apply(h, weight, targets, scale, dtype)
-    rows = max(1, ChunkedCrossEntropy.chunk_elements // weight.shape[0])
-    ce = torch.cat([F.cross_entropy(F.linear(h[i:i + rows], weight).float(), targets[i:i + rows], reduction="none")
+    rows = chunk_rows(weight)
+    ce = torch.cat([F.cross_entropy(F.linear(h[i:i + rows], weight).to(scale.dtype), targets[i:i + rows], reduction="none")
                     for i in range(0, len(h), rows)])
     return (ce * scale).sum(), ce
 
@@ -532,13 +548,15 @@ def matmul_peak(device, dtype):
 
 def compile_blocks(model, device, choice):
     """Compile each block in place: one graph serves every layer and any number of loops, and no weight is renamed."""
-    if choice == "off" or choice == "auto" and device.type != "cuda":
+    large = device.type == "cuda" or device.type == "cpu" and sum(p.numel() for p in model.parameters()) > 10e6
+    if choice == "off" or choice == "auto" and not large:
         return
     try:
         torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
     except Exception as error:  # no C++ compiler, no Triton: whatever the back end raises
         print(f"warning: running without torch.compile ({str(error).strip().splitlines()[0]})", file=sys.stderr)
         return
+    torch._functorch.config.ban_recompute_materialized_backward = False  # recompute what is cheap: a third of the memory
     for block in model.blocks:
         block.compile(fullgraph=True)
     global cross_entropy_chunk
@@ -587,9 +605,12 @@ def load_checkpoint(path, name):
 def load_model(path, module, model_class):
     """A trained model in eval mode, its Options and its tokenizer, from a run directory or a checkpoint file."""
     ckpt = load_checkpoint(path, module)
-    options = Options(**ckpt["options"])
-    model = model_class(sys.modules[model_class.__module__].Config(**ckpt["config"]))
-    model.load_state_dict(ckpt["weights"])
+    try:
+        options = Options(**ckpt["options"])
+        model = model_class(sys.modules[model_class.__module__].Config(**ckpt["config"]))
+        model.load_state_dict(ckpt["weights"])
+    except (TypeError, KeyError, RuntimeError) as error:
+        raise UserError(f"{path} does not fit {module}.py as it is now: {' '.join(str(error).split())[:200]}") from None
     return model.to(pick_device("auto")).eval(), options, build_tokenizer(ckpt["tokenizer"], options.data_dir)
 
 
@@ -621,7 +642,8 @@ class Run:
             self.data = load_data(options, config)
         self.config = dataclasses.replace(config, vocab_size=self.data.vocab_size)
         self.max_steps = options.max_steps or options.epochs * self.data.batches_per_epoch // options.grad_accum
-        torch.set_float32_matmul_precision("high")
+        if self.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
         torch.manual_seed(options.seed)
 
     def say(self, text):
@@ -792,9 +814,16 @@ class Run:
         if ckpt["config"] != dataclasses.asdict(self.config) or ckpt["tokenizer"] != self.data.tokenizer.spec:
             raise UserError(f"{self.out}/ckpt.pt has another architecture or tokenizer: resume it as it was, or choose "
                             f"another --out_dir")
-        self.model.load_state_dict(ckpt["weights"])
-        for optimizer, state in zip(self.optimizers, ckpt["optimizers"]):
-            optimizer.load_state_dict(state)
+        try:
+            self.model.load_state_dict(ckpt["weights"])
+            for optimizer, state in zip(self.optimizers, ckpt["optimizers"], strict=True):
+                rates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+                optimizer.load_state_dict(state)
+                for group, fresh in zip(optimizer.param_groups, rates):  # what the command line says now
+                    group.update(fresh)
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"{self.out}/ckpt.pt does not fit {self.name}.py or its optimiser as they are now: "
+                            f"{' '.join(str(error).split())[:200]}") from None
         self.step, self.tokens, self.best = ckpt["step"], ckpt["tokens"], ckpt["best"]
         if len(ckpt["rng"]) == self.world:
             cpu, cuda = ckpt["rng"][self.rank]
@@ -856,17 +885,27 @@ def read_csv(path):
 # ---------------------------------------------------------------------------------------------------------------------
 # Starting a run, or a sweep of them.
 
+def read_config(out):
+    """The config.json of a run directory, or None."""
+    try:
+        return json.loads((out / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{out}/config.json cannot be read: {error}") from None
+
+
 def launch(name, module, preset, given):
     """Train one run: the preset's fields under the `given` ones; with resume, the saved run's under the given ones."""
-    values = module.PRESETS[preset] | given
-    out = Path(given.get("out_dir") or f"out/{name}-{preset}")
-    saved_file, saved = out / "config.json", None
-    if saved_file.exists():
-        saved = json.loads(saved_file.read_text(encoding="utf-8"))
-        if given.get("resume"):
-            if (saved["model"], saved["preset"]) != (name, preset):
-                raise UserError(f"{out} holds a run of {saved['model']}-{saved['preset']}, not of {name}-{preset}")
-            values = saved["config"] | saved["options"] | given
+    out = Path(given.get("out_dir") or f"out/{name}-{preset or next(iter(module.PRESETS))}")
+    saved = read_config(out)
+    if saved and given.get("resume"):
+        if saved["model"] != name or preset not in (None, saved["preset"]):
+            raise UserError(f"{out} holds a run of {saved['model']}-{saved['preset']}, not of {name}-{preset}")
+        preset, values = saved["preset"], saved["config"] | saved["options"] | given
+    else:
+        preset = preset or next(iter(module.PRESETS))
+        values = module.PRESETS[preset] | given
     values["out_dir"] = str(out)
     config, options = (cls(**fields) for cls, fields in zip(
         (module.Config, Options), split_fields(values, module.Config, Options)))
@@ -892,11 +931,16 @@ def launch(name, module, preset, given):
         if not options.resume:
             for old in ("ckpt.pt", "best.pt", "log.csv", "curves.png"):
                 (out / old).unlink(missing_ok=True)
-        write_json(saved_file, wanted)
+        write_json(out / "config.json", wanted)
+    if run.device.type == "cpu":
+        with contextlib.suppress(ImportError, ValueError, OSError):  # too large a batch is then an error, not a kill by the kernel
+            import resource
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     try:
         module.train_model(run)
-    except (torch.OutOfMemoryError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error):
             raise UserError(f"out of memory at --batch_size={options.batch_size}: halve it and double --grad_accum, which "
                             f"trains the same") from None
         raise
@@ -905,14 +949,18 @@ def launch(name, module, preset, given):
 
 def sweep(name, module, preset, given, sweep_name, seeds):
     """Train every condition of a sweep with every seed, skipping what is finished; then the script's own report."""
+    preset = preset or next(iter(module.PRESETS))
     out, runs = Path(given.pop("out_dir", None) or f"out/{name}-{preset}-{sweep_name}"), {}
     conditions, report = module.SWEEPS[sweep_name]
     for condition, fields in conditions.items():
         for seed in seeds:
             path = out / f"{condition}-seed{seed}"
-            values = given | fields | {"seed": seed, "out_dir": str(path), "resume": True}
+            values, saved = given | fields | {"seed": seed}, read_config(path)
+            for k, v in values.items() if saved else ():
+                if (was := (saved["config"] | saved["options"]).get(k)) != v:
+                    raise UserError(f"{path} was trained with --{k}={was}: choose another --out_dir for --{k}={v}")
             print(f"--- {condition}, seed {seed}")
-            launch(name, module, preset, values)
+            launch(name, module, preset, values | {"out_dir": str(path), "resume": True})
             runs[condition, seed] = path
     report(runs, out)
 
@@ -927,7 +975,7 @@ def main(argv):
         raise UserError(f"{name!r}: no such model; {nearest(name, MODELS)}")
     module = importlib.import_module(name)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--preset", default=next(iter(module.PRESETS)))
+    first.add_argument("--preset")
     first.add_argument("--sweep")
     first.add_argument("--seeds", default="42")
     chosen, argv = first.parse_known_args(argv)
@@ -937,7 +985,7 @@ def main(argv):
     if not re.fullmatch(r"\d+(,\d+)*", chosen.seeds):
         raise UserError(f"--seeds={chosen.seeds}: expected whole numbers, as in --seeds=42,101,202")
     usage += f"\npresets: {', '.join(module.PRESETS)}; sweeps: {', '.join(module.SWEEPS)}"
-    given = Parser(usage, module.Config, Options, defaults=module.PRESETS[chosen.preset]).parse(argv)
+    given = Parser(usage, module.Config, Options, defaults=module.PRESETS[chosen.preset or next(iter(module.PRESETS))]).parse(argv)
     if chosen.sweep:
         sweep(name, module, chosen.preset, given, chosen.sweep, [int(s) for s in chosen.seeds.split(",")])
     else:
@@ -952,8 +1000,10 @@ def command_line(function):
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
+    except BrokenPipeError:  # the reader of our output, `head` say, is done
         sys.exit(1)
+    except OSError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

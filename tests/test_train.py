@@ -1,0 +1,451 @@
+"""The driver: what a user types, what a kill leaves behind, what the data are. No network: a server on this machine."""
+import contextlib, http.server, io, json, os, random, re, signal, subprocess, sys, threading, time, zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import looped_gpt
+import train
+from train import Options, UserError
+
+ROOT = Path(__file__).parent.parent
+TINY = ["--n_layer=1", "--n_head=1", "--n_embd=16", "--block_size=16", "--batch_size=4", "--eval_batches=1",
+        "--max_steps=8", "--eval_interval=3", "--log_interval=1", "--dropout=0.1", "--device=cpu", "--compile=off"]
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture
+def command(tmp_path, data_dir):
+    """command('--field=value', ...) trains a very small looped_gpt into tmp_path/run, in this process."""
+    def run(*arguments, out="run"):
+        train.main(["looped_gpt", *TINY, f"--data_dir={data_dir}", f"--out_dir={tmp_path / out}", *arguments])
+        return tmp_path / out
+    return run
+
+
+def error_of(capsys, *argv, main=train.main):
+    """The one line that a user's mistake is answered with."""
+    with pytest.raises(SystemExit) as exit, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", *map(str, argv)])
+        train.command_line(main)
+    assert isinstance(exit.value.code, str) and "\n" not in exit.value.code  # printed to stderr, status 1
+    return exit.value.code
+
+
+def weights(path, name="ckpt.pt"):
+    return train.load_checkpoint(path / name, "looped_gpt")["weights"]
+
+
+def assert_same_weights(a, b):
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def losses(path):
+    return [(r["step"], r.get("train_loss", 0), r.get("val_loss", 0)) for r in train.read_csv(path / "log.csv")]
+
+
+# The command line
+
+def test_help_lists_every_field_with_its_meaning(capsys):
+    for argv, classes in (([], [Options]), (["looped_gpt"], [Options, looped_gpt.Config])):
+        with contextlib.suppress(SystemExit):
+            train.main([*argv, "--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        for cls in classes:
+            for name in cls.__dataclass_fields__:
+                assert re.search(rf"--{name}[ ,].{{0,80}}\w+.*?\[", text), name
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["looped_gtp"], "did you mean looped_gpt?"),
+    (["looped_gpt", "--preset=44"], "did you mean 44m?"),
+    (["looped_gpt", "--sweep=table2"], "did you mean table1?"),
+    (["looped_gpt", "--max_step=3"], "did you mean --max_steps"),
+    (["looped_gpt", "--readout=rms"], "choose from"),
+    (["looped_gpt", "--lr=fast"], "--lr: invalid float value"),
+    (["looped_gpt", "--num_loops=0"], "--num_loops=0: expected a number of at least 1"),
+    (["looped_gpt", "--n_embd=130"], "not divisible by --n_head=4"),
+    (["looped_gpt", "--batch_size=0"], "--batch_size=0"),
+    (["looped_gpt", "--lr=nan"], "--lr=nan"),
+    (["looped_gpt", "--seeds=1,x", "--sweep=table1"], "--seeds=1,x"),
+    (["looped_gpt", "--dataset=shakespear"], "did you mean shakespeare?"),
+    (["looped_gpt", "--device=tpu"], "--device=tpu cannot be used here"),
+    (["looped_gpt", "--out_dir=/dev/null/run"], "/dev/null/run"),
+])
+def test_a_mistake_is_answered_by_one_line_that_names_the_way_out(capsys, argv, message, data_dir):
+    assert message in error_of(capsys, argv[0], f"--data_dir={data_dir}", *argv[1:])
+
+
+@pytest.mark.parametrize("content, message", [
+    (b"", "0 tokens"), (b"too short", "a window takes 17"), (b"\xff\xfe\x00abc" * 99, "is not UTF-8 text"),
+    (b"abc\0def\n" * 99, "is binary"), (None, "no such data set or file")])
+def test_unusable_text_files_are_named(capsys, tmp_path, content, message):
+    path = tmp_path / "some.txt"
+    if content is not None:
+        path.write_bytes(content)
+    error = error_of(capsys, "looped_gpt", *TINY, f"--dataset={path}", f"--data_dir={tmp_path}", f"--out_dir={tmp_path}/run")
+    assert message in error and "some.txt" in error
+
+
+def test_too_large_a_batch_names_the_knob(tmp_path, data_dir):
+    argv = ["looped_gpt", "--batch_size=100000000", "--eval_batches=1", f"--data_dir={data_dir}", f"--out_dir={tmp_path}/run"]
+    result = subprocess.run([sys.executable, "train.py", *argv], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1 and "halve it and double --grad_accum" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# The run directory
+
+def test_a_run_leaves_its_files_and_a_log_with_the_promised_columns(command):
+    out = command("--norm_penalty=0.01")
+    assert {p.name for p in out.iterdir()} == {"config.json", "log.csv", "ckpt.pt", "best.pt", "curves.png"}
+    rows = train.read_csv(out / "log.csv")
+    assert [r["step"] for r in rows] == list(range(9))
+    assert list(rows[3])[:7] == ["step", "tokens", "train_loss", "val_loss", "lr", "tokens_per_sec", "mfu"]
+    assert {"final_norm", "val_ce_4"} <= rows[3].keys()
+    assert rows[-1]["tokens"] == 8 * 4 * 16
+    best = train.load_checkpoint(out / "best.pt", "looped_gpt")
+    assert best["best"] == min(r["val_loss"] for r in rows if "val_loss" in r)
+    assert json.loads((out / "config.json").read_text())["config"]["norm_penalty"] == 0.01
+
+
+def test_a_directory_that_holds_a_run_is_not_overwritten_by_accident(command, capsys, tmp_path, data_dir):
+    out = command()
+    before = weights(out)
+    again = ["looped_gpt", *TINY, f"--data_dir={data_dir}", f"--out_dir={out}"]
+    assert "already holds this run" in error_of(capsys, *again)
+    assert "another run (lr: 0.003 there, 0.1 here)" in error_of(capsys, *again, "--lr=0.1")
+    assert "changed architecture (n_embd: 16 there, 32 here)" in error_of(capsys, *again, "--n_embd=32", "--resume")
+    assert "holds a run of looped_gpt-tiny, not of looped_gpt-44m" in error_of(capsys, *again, "--preset=44m", "--resume")
+    assert_same_weights(before, weights(out))
+    command("--overwrite", "--seed=1")
+    assert not torch.equal(before["wte.weight"], weights(out)["wte.weight"])
+
+
+# Checkpoints
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resuming_is_bit_for_bit_and_needs_only_the_directory(command, tmp_path, optimizer):
+    whole = command(f"--optimizer={optimizer}", "--schedule=cosine", "--grad_accum=2", out="whole")
+    interrupt_after(5, command, f"--optimizer={optimizer}", "--schedule=cosine", "--grad_accum=2", out="stopped")
+    assert train.load_checkpoint(tmp_path / "stopped", "looped_gpt")["step"] == 5
+    train.main(["looped_gpt", f"--out_dir={tmp_path / 'stopped'}", "--resume", "--log_interval=1"])
+    assert_same_weights(weights(whole), weights(tmp_path / "stopped"))
+    assert losses(whole) == losses(tmp_path / "stopped")
+
+
+def test_resuming_takes_what_the_command_line_says_now(command):
+    interrupt_after(2, command, out="run")
+    out = command("--resume", "--lr=0.5", "--max_steps=4")
+    rows = train.read_csv(out / "log.csv")
+    assert [r.get("lr") for r in rows] == [None, 0.003 / 20, 0.003 * 2 / 20, 0.5 * 3 / 20, 0.5 * 4 / 20]
+    assert json.loads((out / "config.json").read_text())["options"]["lr"] == 0.5
+
+
+def interrupt_after(step, command, *arguments, out):
+    """Press Ctrl-C while the given step runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        update = train.Run.update
+        patch.setattr(train.Run, "update", lambda run: (run.step == step and signal.raise_signal(signal.SIGINT), update(run)))
+        with pytest.raises(SystemExit) as exit:
+            command(*arguments, out=out)
+        assert exit.value.code == 130
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(command, capsys, tmp_path):
+    interrupt_after(2, command, out="run")
+    assert f"--out_dir={tmp_path}/run --resume" in capsys.readouterr().out
+
+
+def test_killed_anywhere_a_run_resumes_to_the_same_weights(tmp_path, data_dir):
+    """SIGKILL at random moments (KILLS of them, 2 by default), saving included; run by hand with KILLS=20."""
+    argv = [sys.executable, "train.py", "looped_gpt", *TINY, "--max_steps=60", "--eval_interval=1", f"--data_dir={data_dir}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*argv, f"--out_dir={tmp_path}/whole"], cwd=ROOT, env=environment, check=True, capture_output=True)
+    draw, kills, steps = random.Random(0), int(os.environ.get("KILLS", 2)), []
+    run = [*argv, f"--out_dir={tmp_path}/killed", "--resume"]
+    for _ in range(kills):
+        process = subprocess.Popen(run, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        for line in process.stdout:  # let it take a few steps, then kill it at a random moment of the next one
+            if line.startswith("step") and draw.random() < 0.5:
+                break
+        time.sleep(draw.random() * 0.05)
+        process.kill()
+        process.communicate()
+        checkpoint = tmp_path / "killed" / "ckpt.pt"
+        steps.append(train.load_checkpoint(checkpoint, "looped_gpt")["step"] if checkpoint.exists() else 0)
+    subprocess.run(run, cwd=ROOT, env=environment, check=True, capture_output=True)
+    print("checkpoints after each kill:", steps)
+    assert steps[-1] < 60 and steps == sorted(steps)
+    assert_same_weights(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
+    assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
+
+
+def test_damaged_foreign_and_pickled_checkpoints_are_refused(command, capsys, tmp_path):
+    out = command()
+    good = (out / "ckpt.pt").read_bytes()
+
+    def refused(write):
+        write(out / "ckpt.pt")
+        return error_of(capsys, out, main=looped_gpt.main)
+    assert "is damaged" in refused(lambda p: p.write_bytes(good[:len(good) // 2]))
+    assert "is damaged" in refused(lambda p: p.write_bytes(b"not a checkpoint"))
+    assert "is damaged" in refused(lambda p: torch.save({"model": "looped_gpt", "x": Path("/")}, p))
+    assert "is a checkpoint of stars" in refused(lambda p: torch.save({"model": "stars"}, p))
+    assert "does not fit looped_gpt.py" in refused(
+        lambda p: torch.save(torch.load(io.BytesIO(good), weights_only=True) | {"weights": {}}, p))
+    assert "no such checkpoint" in error_of(capsys, tmp_path / "nowhere", main=looped_gpt.main)
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint(command, capsys, tmp_path, data_dir, monkeypatch):
+    save, saved = torch.save, []
+
+    def full(state, path):
+        saved.append(path)
+        if len(saved) > 3:
+            Path(path).write_bytes(b"half a check")
+            raise OSError(28, "No space left on device")
+        save(state, path)
+    monkeypatch.setattr(torch, "save", full)
+    error = error_of(capsys, "looped_gpt", *TINY, f"--data_dir={data_dir}", f"--out_dir={tmp_path}/run", "--eval_interval=1")
+    assert "No space left on device" in error and "the last good one stays" in error
+    assert train.load_checkpoint(tmp_path / "run", "looped_gpt")["step"] == 1
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(command, capsys, tmp_path, data_dir, monkeypatch):
+    loss = looped_gpt.LoopedGPT.loss
+    calls = []
+
+    def nan_in_step_5(model, idx, targets):
+        calls.append(model.training)
+        value, metrics = loss(model, idx, targets)
+        return value * (float("nan") if calls.count(True) == 5 and model.training else 1.0), metrics
+    monkeypatch.setattr(looped_gpt.LoopedGPT, "loss", nan_in_step_5)
+    error = error_of(capsys, "looped_gpt", *TINY, f"--data_dir={data_dir}", f"--out_dir={tmp_path}/run", "--log_interval=7")
+    assert "not finite at step 5" in error
+    assert train.load_checkpoint(tmp_path / "run", "looped_gpt")["step"] == 3
+    assert all(w.isfinite().all() for w in weights(tmp_path / "run").values())
+
+
+def test_a_compiled_run_has_the_eager_losses_and_keys(command):
+    if not any(os.access(Path(d) / "g++", os.X_OK) for d in os.get_exec_path()):
+        pytest.skip("torch.compile needs a C++ compiler")
+    torch._dynamo.reset()
+    eager = command("--dropout=0", "--dtype=float32", out="eager")
+    compiled = command("--dropout=0", "--dtype=float32", "--compile=on", out="compiled")
+    assert weights(eager).keys() == weights(compiled).keys()
+    for name, w in weights(eager).items():  # float32 sums in another order, over 8 steps
+        torch.testing.assert_close(w, weights(compiled)[name], rtol=1e-3, atol=1e-4)
+
+
+def test_two_processes_train_as_one(command, tmp_path, data_dir):
+    one = command("--dropout=0", "--dtype=float32", out="one")
+    argv = ["looped_gpt", *TINY, "--dropout=0", "--dtype=float32", f"--data_dir={data_dir}", f"--out_dir={tmp_path}/two"]
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29617", "train.py",
+                    *argv], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    for a, b in zip(losses(one), losses(tmp_path / "two"), strict=True):
+        assert a == pytest.approx(b, rel=1e-5)  # gradients are summed in another order
+    assert train.load_checkpoint(tmp_path / "two", "looped_gpt")["tokens"] == 8 * 4 * 16
+
+
+# Optimiser and schedule
+
+def test_schedules_by_hand():
+    at = lambda step, **fields: train.schedule(Options(**fields), step, 100)
+    assert [at(s, warmup_steps=4) for s in (1, 2, 4, 5, 100)] == [0.25, 0.5, 1, 1, 1]
+    assert [round(at(s, schedule="cosine"), 3) for s in (1, 51, 100)] == [1, 0.5, 0]
+    assert [at(s, schedule="wsd", decay_share=0.25) for s in (1, 76, 100)] == [1, 1, pytest.approx(0.04)]
+
+
+def test_muon_takes_the_blocks_matrices_and_nothing_else():
+    model = looped_gpt.LoopedGPT(looped_gpt.Config(vocab_size=9))
+    adamw, muon = train.build_optimizers(model, Options(optimizer="muon"))
+    names = {id(p): name for name, p in model.named_parameters()}
+    of = lambda optimizer: {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
+    assert of(muon) == {n for n, p in model.named_parameters() if n.startswith("blocks.") and p.ndim == 2}
+    assert of(adamw) | of(muon) == set(names.values()) and not of(adamw) & of(muon)
+    assert all(p.ndim < 2 for g in adamw.param_groups if g["weight_decay"] == 0 for p in g["params"])
+
+
+# Text, tokenizers, windows
+
+def options(tmp_path, **fields):
+    return Options(**dict(data_dir=str(tmp_path / "data"), batch_size=4, eval_batches=2) | fields)
+
+
+def config(block_size=16, vocab_size=50):
+    return looped_gpt.Config(block_size=block_size, vocab_size=vocab_size)
+
+
+def test_python_docs_hold_out_every_tenth_topic(tmp_path):
+    from pydoc_data.topics import topics
+    data = train.TextData(options(tmp_path, dataset="python-docs"), config())
+    text = {split: data.tokenizer.decode(tokens) for split, tokens in data.tokens.items()}
+    for i, name in enumerate(sorted(topics)):
+        assert topics[name].strip() in text["val" if i % 10 == 9 else "train"]
+    assert len(text["train"]) + len(text["val"]) == sum(len(t.strip()) + 2 for t in topics.values())
+
+
+def test_a_text_file_is_cut_between_lines_or_characters(tmp_path):
+    path = tmp_path / "text"
+    for text in ("wörter über\n" * 400, "ö" * 4001):
+        path.write_text(text, encoding="utf-8")
+        parts = train.text_file(path)
+        train_text, val_text = ("".join(train.blocks(*parts[s])) for s in ("train", "val"))
+        assert train_text + val_text == text and 0.09 < len(val_text) / len(text) < 0.11
+
+
+def test_the_regex_tokenizer_by_hand(tmp_path):
+    path = tmp_path / "text"
+    path.write_text("b a a, b\n\nb: é é c\n", encoding="utf-8")
+    tokenizer = train.fit_tokenizer("regex", {"train": (path, 0, path.stat().st_size)}, 50, tmp_path)
+    # counts: ' ' 5, b 3, a 2, é 2; seen once and so unknown: ',' ':' c and the runs '\n\n', '\n'
+    assert tokenizer.vocab == ["<pad>", "<bos>", "<eos>", "<unk>", " ", "b", "a", "é"]
+    assert tokenizer.encode("a b, é") == [6, 4, 5, 3, 4, 7]
+    assert tokenizer.decode([6, 4, 5, 3]) == "a b<unk>" and tokenizer.missing("a c") == ["c"]
+
+
+def test_blocks_cut_no_token_and_all_cores_give_what_one_gives(tmp_path, monkeypatch):
+    draw = random.Random(0)
+    text = "".join(draw.choice(["word", " ", "\n", "\n\n", "  ", "é", "\u3000", "\r\n", "!?", "x1"]) for _ in range(30_000))
+    path = tmp_path / "text"
+    path.write_text(text, encoding="utf-8", newline="")
+    source = (path, 0, path.stat().st_size)
+    assert "".join(train.blocks(*source, size=100)) == text
+    for name in ("char", "regex"):
+        tokenizer = train.fit_tokenizer(name, {"train": source}, 50, tmp_path)
+        pieces = [tokenizer.encode(block) for block in train.blocks(*source, size=100)]
+        assert len(pieces) > 20 and sum(pieces, []) == tokenizer.encode(text)
+    serial = list(train.map_blocks(tokenizer.encode, source))
+    real = train.blocks
+    monkeypatch.setattr(train, "blocks", lambda *text: real(*text, size=1000))
+    monkeypatch.setattr(train, "PARALLEL_BYTES", 1 << 15)
+    assert sum(train.map_blocks(tokenizer.encode, source), []) == sum(serial, [])
+
+
+def test_a_stale_truncated_or_foreign_cache_is_rebuilt(tmp_path):
+    path = tmp_path / "text"
+    path.write_text("some text, more text\n" * 50)
+    o = options(tmp_path, dataset=str(path))
+    expected = train.TextData(o, config()).tokens["train"].tolist()
+    cache, = (p for p in (tmp_path / "data").iterdir())
+    meta = (cache / "meta.json").read_text()
+    damages = [lambda: (cache / "train.bin").write_bytes(b"\0\0" * 9), lambda: (cache / "val.bin").unlink(),
+               lambda: (cache / "meta.json").write_text("{"), lambda: (cache / "meta.json").write_text('{"dtype": "uint16"}'),
+               lambda: (cache / "meta.json").write_text(meta.replace("char", "regex"))]
+    for damage in damages:
+        damage()
+        assert train.TextData(o, config()).tokens["train"].tolist() == expected
+    path.write_text("other text entirely\n" * 60)
+    data = train.TextData(o, config())
+    assert data.tokenizer.decode(data.tokens["train"]).startswith("other text")
+
+
+def test_an_epoch_visits_every_window_once_and_each_epoch_in_another_order(tmp_path):
+    path = tmp_path / "text"
+    path.write_text("".join(chr(97 + i % 26) for i in range(1200)))
+    o = options(tmp_path, dataset=str(path), stride=8)
+    data = train.TextData(o, config())
+    n = data.batches_per_epoch
+    assert n == ((1080 - 17) // 8 + 1) // 4
+    epochs = [np.concatenate([data.starts("train", e * n + i) for i in range(n)]) for e in range(2)]
+    for starts in epochs:
+        assert len(set(starts)) == 4 * n and not (starts % 8).any() and starts.max() <= 1080 - 17
+    assert (epochs[0] != epochs[1]).any()
+    idx, targets = data.batch("train", 3)
+    assert idx.shape == (4, 16) and torch.equal(idx[:, 1:], targets[:, :-1])
+    halves = [data.batch("train", 3, rank, 2)[0] for rank in range(2)]
+    assert sorted(torch.cat(halves).tolist()) == sorted(idx.tolist())
+
+
+def test_gpt2_ranks_put_by_hand_are_used_and_their_absence_is_explained(tmp_path, monkeypatch):
+    import base64, tiktoken
+    ranks = [bytes([i]) for i in range(256)] + [b"th", b"the"]
+    (tmp_path / "gpt2.tiktoken").write_text("".join(f"{base64.b64encode(r).decode()} {i}\n" for i, r in enumerate(ranks)))
+    tokenizer = train.GPT2Tokenizer(tmp_path)
+    assert tokenizer.encode("the é") == [257, 32, 0xC3, 0xA9] and tokenizer.decode(tokenizer.encode("the é\n")) == "the é\n"
+
+    def offline(name):
+        raise ConnectionError
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    with pytest.raises(UserError, match="put gpt2.tiktoken .* or use --tokenizer=char"):
+        train.GPT2Tokenizer(tmp_path / "empty")
+
+
+# Downloads
+
+class Server(http.server.BaseHTTPRequestHandler):
+    files, cut = {}, 0
+
+    def do_GET(self):
+        content = self.files.get(self.path)
+        self.send_response(200 if content else 404)
+        self.send_header("Content-Length", str(len(content or b"")))
+        self.end_headers()
+        self.wfile.write((content or b"")[:len(content or b"") - Server.cut])
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(train.time, "sleep", lambda seconds: None)
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_downloads_are_whole_or_not_there(server, tmp_path, monkeypatch):
+    import hashlib
+    Server.files["/text"] = b"abc" * 1000
+    sha = hashlib.sha256(b"abc" * 1000).hexdigest()
+    path = tmp_path / "text.txt"
+    for fields, message in (({"size": 2999}, "should have 2,999 bytes"), ({"sha256": "0" * 64}, "another SHA-256")):
+        with pytest.raises(UserError, match=message):
+            train.download(f"{server}/text", path, **fields)
+    monkeypatch.setattr(Server, "cut", 500)
+    with pytest.raises(UserError, match="ended after 2,500 of 3,000 bytes"):
+        train.download(f"{server}/text", path)
+    monkeypatch.setattr(Server, "cut", 0)
+    assert not list(tmp_path.iterdir())
+    train.download(f"{server}/text", path, 3000, sha)
+    assert path.read_bytes() == b"abc" * 1000
+    path.write_bytes(b"abc")
+    with pytest.raises(UserError, match="delete it"):
+        train.download(f"{server}/text", path, 3000, sha)
+
+
+def test_without_a_network_one_sentence_names_the_address_the_file_and_the_way_out(server, tmp_path):
+    for url in (f"{server}/missing", "http://127.0.0.1:9/closed"):
+        with pytest.raises(UserError) as error:
+            train.download(url, tmp_path / "file")
+        for part in (url, str(tmp_path / "file"), "--dataset=python-docs"):
+            assert part in str(error.value)
+
+
+def test_wikitext_comes_from_its_archive_split_by_split(server, tmp_path, monkeypatch):
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as z:
+        for member in ("train", "valid", "test"):
+            z.writestr(f"wikitext-2-raw/wiki.{member}.raw", f" \n = {member} = \n \n Some text . \n" * 40)
+        z.writestr("../../outside", "never written")
+    Server.files["/w.zip"] = content.getvalue()
+    monkeypatch.setitem(train.WIKITEXT, "wikitext-2", (f"{server}/w.zip", None, None))
+    data = train.TextData(options(tmp_path, dataset="wikitext-2", tokenizer="regex"), config())
+    assert data.tokens.keys() == {"train", "val", "test"}
+    text = data.tokenizer.decode(data.tokens["train"])
+    assert text.startswith("= train =\n\nSome text .\n\n= train =") and text.count("Some") == 40
+    assert not (tmp_path.parent / "outside").exists()
+    (tmp_path / "data" / "wikitext-2-train.txt").unlink()
+    (tmp_path / "data" / "w.zip").write_bytes(b"PK not a zip")
+    with pytest.raises(UserError, match="not the WikiText archive"):
+        train.wikitext("wikitext-2", tmp_path / "data")
