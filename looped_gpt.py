@@ -461,7 +461,7 @@ def diagnose(path):
     axes[0].axvline(c.num_loops, color="gray", linestyle=":", label="trained K")
     axes[0].set(xlabel="loop", yscale="log", title="Lemma 2: scale and direction")
     axes[0].legend()
-    axes[1].bar(range(1, c.num_loops + 1), radial.cpu(), color="tab:orange")
+    axes[1].bar(range(1, c.num_loops + 1), radial.tolist(), color="tab:orange")
     axes[1].set(xlabel="loop", yscale="log", ylim=(1e-11, 1), title="Lemma 1: radial gradient fraction")
     axes[2].plot([speed for _, _, speed in points], [ppl for _, ppl, _ in points], "o-")
     for K, ppl, speed in points:
@@ -527,7 +527,7 @@ SWEEPS = {"table1": ({
 
 @dataclass
 class Arguments:
-    prompt: str = ""  # text to continue; without it, the diagnostics are printed
+    prompt: str = None  # text to continue; without it, the diagnostics are printed
     loops: int = None  # exit after this loop; by default after the trained number
     max_new_tokens: int = 200  # how many tokens to generate
     temperature: float = 0.8  # 0: greedy
@@ -538,6 +538,8 @@ class Arguments:
         check_at_least(self, 0, "max_new_tokens", "temperature", "top_k")
         if self.loops is not None:
             check_at_least(self, 1, "loops")
+        if self.prompt == "":
+            raise UserError("--prompt is empty: give at least one character to continue")
 
 
 def main(argv):
@@ -545,7 +547,7 @@ def main(argv):
     if not argv or argv[0].startswith("-"):
         return parser.print_help()
     arguments = Arguments(**parser.parse(argv[1:]))
-    if not arguments.prompt:
+    if arguments.prompt is None:
         return diagnose(argv[0])
     model, _, tokenizer = train.load_model(argv[0], "looped_gpt", LoopedGPT)
     if tokenizer.spec["name"] == "regex" and (missing := tokenizer.missing(arguments.prompt)):

@@ -255,6 +255,46 @@ def test_two_processes_train_as_one(command, tmp_path, data_dir):
     assert train.load_checkpoint(tmp_path / "two", "looped_gpt")["tokens"] == 8 * 4 * 16
 
 
+# The script's own command line, and the sweep
+
+def test_generating_from_a_run(command, capsys):
+    out = command()
+    capsys.readouterr()
+    looped_gpt.main([str(out), "--prompt=The ", "--loops=2", "--max_new_tokens=30"])
+    first = capsys.readouterr().out
+    assert first.startswith("The ") and len(first) == 4 + 30 + 1
+    looped_gpt.main([str(out / "best.pt"), "--prompt=The ", "--loops=2", "--max_new_tokens=30"])
+    assert first == capsys.readouterr().out  # best is last here, and the seed is fixed
+    for argument, message in (("--prompt=\u2603", "not in the vocabulary: '\u2603'"), ("--prompt=", "--prompt is empty"),
+                              ("--loops=0", "--loops=0: expected a number of at least 1"), ("--loop=2", "did you mean --loops")):
+        assert message in error_of(capsys, out, argument, main=looped_gpt.main)
+
+
+def test_diagnosing_a_run_prints_every_diagnostic_and_draws_them(command, capsys):
+    out = command("--readout=raw")
+    looped_gpt.main([str(out)])
+    text = capsys.readouterr().out
+    for part in ("radial gradient fraction", "angular step * s", "p99", "freeze_loop1", "remove_radial", "tokens/s", "halting"):
+        assert part in text
+    assert (out / "diagnostics.png").stat().st_size > 10_000
+
+
+def test_the_sweep_trains_seven_conditions_once_and_tabulates_them(tmp_path, data_dir, capsys):
+    argv = ["looped_gpt", *TINY, "--max_steps=2", f"--data_dir={data_dir}", "--sweep=table1", "--seeds=1,2",
+            f"--out_dir={tmp_path}"]
+    train.main(argv)
+    rows = train.read_csv(tmp_path / "table1.csv")
+    assert [r["condition"] for r in rows] == list(looped_gpt.SWEEPS["table1"][0]) and (tmp_path / "table1.png").exists()
+    last = [train.read_csv(tmp_path / f"per_loop+raw-seed{s}" / "log.csv")[-1] for s in (1, 2)]
+    row, = (r for r in rows if r["condition"] == "per_loop+raw")
+    norms = [r["val_final_norm"] for r in last]
+    assert row["final_norm"] == pytest.approx(sum(norms) / 2) and row["final_norm_std"] == pytest.approx(abs(np.subtract(*norms)) / 2)
+    before = (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
+    train.main(argv)  # finished runs are kept
+    assert before == (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
+    assert "was trained with --lr=0.003" in error_of(capsys, *argv, "--lr=0.1")
+
+
 # Optimiser and schedule
 
 def test_schedules_by_hand():
