@@ -177,15 +177,15 @@ class LoopedGPT(nn.Module):
         read = [K] if c.supervision == "terminal" and self.training else range(1, K + 1)
         rows = [self.normed(states[k - 1], final=k >= c.num_loops).flatten(0, 1) for k in read]  # each (B T, D)
         if c.supervision == "adaptive":
-            scale = self.exit_probabilities(rows)
-            entropy = -(scale * scale.clamp_min(1e-9).log()).sum(0).mean()
+            p = self.exit_probabilities(rows)
+            scale = p / targets.numel()
         else:
-            supervised = self.wte.weight.new_tensor([k == K or c.supervision == "per_loop" for k in read])
-            scale = (supervised / supervised.sum())[:, None].expand(-1, targets.numel())
-        loss, ce = cross_entropy(torch.cat(rows), self.wte.weight, targets.flatten().repeat(len(read)),
-                                 scale.flatten() / targets.numel())
+            scale = self.wte.weight.new_zeros(len(read), targets.numel())
+            supervised = scale[-1:] if c.supervision == "terminal" else scale
+            supervised.fill_(1 / supervised.numel())
+        loss, ce = cross_entropy(torch.cat(rows), self.wte.weight, targets.flatten().repeat(len(read)), scale.flatten())
         if c.supervision == "adaptive":
-            loss = loss - 0.1 * entropy
+            loss = loss + 0.1 * (p * p.clamp_min(1e-9).log()).sum(0).mean()  # minus 0.1 times the entropy
         if c.norm_penalty:
             loss = loss + c.norm_penalty * sum(h.square().mean() for h in states) / K
         metrics = {f"ce_{k}": ce_k for k, ce_k in zip(read, ce.view(len(read), -1).mean(1))}

@@ -11,7 +11,7 @@ schedule, log, checkpoint), sweeps. A script brings `Config`, `PRESETS`, `SWEEPS
 training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
 """
 import argparse, collections, contextlib, csv, dataclasses, difflib, functools, hashlib, http.client, importlib, inspect
-import io, json, math, multiprocessing, os, re, signal, sys, time, urllib.request, zipfile
+import io, json, math, multiprocessing, os, re, shutil, signal, sys, time, urllib.request, zipfile
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -121,9 +121,11 @@ def write_whole(path, write):
         with open(temporary, "rb") as f:
             os.fsync(f.fileno())
         os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
-        kept = "; the last good one stays" if path.exists() else ""
-        raise UserError(f"{path} could not be completed: {str(error).splitlines()[0]}{kept}") from None
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError about positions
+        full = path.parent.exists() and shutil.disk_usage(path.parent).free < 1 << 20
+        reason = "the disk is full" if full else str(error).splitlines()[0]
+        raise UserError(f"{path} could not be completed: {reason}"
+                        f"{'; the last good one stays' if path.exists() else ''}") from None
     finally:
         temporary.unlink(missing_ok=True)
 
