@@ -248,7 +248,8 @@ def train_model(run):
                 loss, metrics = model.loss(idx, targets)
             run.backward(loss, metrics)
         run.update()
-    first, last = run.rows[0], run.rows[-1]
+    evaluated = [row for row in run.rows if "val_loss" in row]
+    first, last = evaluated[0], evaluated[-1]
     run.say(f"validation loss {first['val_loss']:.2f} -> {last['val_loss']:.2f}, mean ||H_K|| "
             f"{first['val_final_norm']:.1f} -> {last['val_final_norm']:.1f}: see {run.out}/curves.png, then run\n"
             f"python looped_gpt.py {run.out}")

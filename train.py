@@ -303,7 +303,7 @@ class GPT2Tokenizer:
     def __init__(self, data_dir="data"):
         import tiktoken, tiktoken.load
         from tiktoken_ext import openai_public
-        ranks, self.data_dir = Path(data_dir) / "gpt2.tiktoken", data_dir
+        ranks = Path(data_dir) / "gpt2.tiktoken"
         try:
             if ranks.exists():
                 self.bpe = tiktoken.Encoding("gpt2", pat_str=openai_public.r50k_pat_str,
@@ -321,9 +321,6 @@ class GPT2Tokenizer:
 
     def decode(self, ids):
         return self.bpe.decode(list(ids))
-
-    def __reduce__(self):
-        return GPT2Tokenizer, (self.data_dir,)
 
 
 def build_tokenizer(spec, data_dir="data"):
