@@ -247,8 +247,8 @@ def find_text(dataset, data_dir):
 
 
 def blocks(path, start, end, size=1 << 20):
-    """The text between two bytes, in pieces of about `size`, cut before a line that starts with a non-space: no token of
-    any tokenizer here spans such a cut, so that pieces can be encoded apart."""
+    """The text between two bytes, in pieces of about `size`, each cut before a run of white space: no token of any
+    tokenizer here reaches from a non-space into one, so that pieces can be encoded apart."""
     piece, length = [], 0
     with open(path, "rb") as f:
         f.seek(start)
@@ -261,11 +261,15 @@ def blocks(path, start, end, size=1 << 20):
                 raise UserError(f"{path} is not UTF-8 text ({error.reason} before byte {start:,})") from None
             if "\0" in line:
                 raise UserError(f"{path} is binary, not text (a zero byte before byte {start:,})")
-            if length > size and not line[0].isspace():
-                yield "".join(piece)
-                piece, length = [], 0
             piece.append(line)
             length += len(line)
+            if length > size:
+                text = "".join(piece)
+                body = text.rstrip(" \t\r\n")
+                if body and not body[-1].isspace():  # else it is some rarer white space, of which the run may go on
+                    yield body
+                    text = text[len(body):]
+                piece, length = [text], len(text)
     yield "".join(piece)
 
 

@@ -1,5 +1,5 @@
 """The driver: what a user types, what a kill leaves behind, what the data are. No network: a server on this machine."""
-import contextlib, http.server, io, json, os, pickle, random, re, signal, subprocess, sys, threading, time, zipfile
+import base64, contextlib, http.server, io, json, os, pickle, random, re, signal, subprocess, sys, threading, time, zipfile
 from pathlib import Path
 
 import numpy as np
@@ -359,7 +359,8 @@ def test_blocks_cut_no_token_and_all_cores_give_what_one_gives(tmp_path, monkeyp
     path.write_text(text, encoding="utf-8", newline="")
     source = (path, 0, path.stat().st_size)
     assert "".join(train.blocks(*source, size=100)) == text
-    for name in ("char", "regex"):
+    write_gpt2_ranks(tmp_path)
+    for name in ("char", "gpt2", "regex"):
         tokenizer = train.fit_tokenizer(name, {"train": source}, 50, tmp_path)
         pieces = [tokenizer.encode(block) for block in train.blocks(*source, size=100)]
         assert len(pieces) > 20 and sum(pieces, []) == tokenizer.encode(text)
@@ -405,10 +406,16 @@ def test_an_epoch_visits_every_window_once_and_each_epoch_in_another_order(tmp_p
     assert sorted(torch.cat(halves).tolist()) == sorted(idx.tolist())
 
 
+def write_gpt2_ranks(directory):
+    """A file of GPT-2's format with every byte and three merges."""
+    ranks = [bytes([i]) for i in range(256)] + [b"th", b"the", b"\n\n"]
+    lines = (f"{base64.b64encode(r).decode()} {i}\n" for i, r in enumerate(ranks))
+    (directory / "gpt2.tiktoken").write_text("".join(lines))
+
+
 def test_gpt2_ranks_put_by_hand_are_used_and_their_absence_is_explained(tmp_path, monkeypatch):
-    import base64, tiktoken
-    ranks = [bytes([i]) for i in range(256)] + [b"th", b"the"]
-    (tmp_path / "gpt2.tiktoken").write_text("".join(f"{base64.b64encode(r).decode()} {i}\n" for i, r in enumerate(ranks)))
+    import tiktoken
+    write_gpt2_ranks(tmp_path)
     tokenizer = train.GPT2Tokenizer(tmp_path)
     tokenizer = pickle.loads(pickle.dumps(tokenizer))  # as it goes to the processes that build a cache
     assert tokenizer.encode("the é") == [257, 32, 0xC3, 0xA9] and tokenizer.decode(tokenizer.encode("the é\n")) == "the é\n"
