@@ -38,7 +38,7 @@ class Config:
     supervision: Literal["terminal", "per_loop", "adaptive"] = "per_loop"  # loss at loop K, at every loop, by exit gate
     norm_penalty: float = 0.0  # lambda of lambda * mean_k mean(H_k^2); the paper: 0.01
     inter_loop_norm: bool = False  # RMSNorm the state before it enters the next loop
-    embd_std: float = 0.02  # std of the initial embeddings; the authors' release: 1.0
+    embd_std: float = 1.0  # std of the initial embeddings; 1.0 is what the authors' release has
 
     def __post_init__(self):
         check_at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "num_loops")
@@ -49,10 +49,10 @@ class Config:
             raise UserError(f"--n_embd={self.n_embd} is not divisible by --n_head={self.n_head}")
 
 
-PAPER = dict(block_size=256, stride=128, tokenizer="regex", dropout=0.1, embd_std=1.0, lr=3e-4, max_steps=0, epochs=4,
+PAPER = dict(block_size=256, stride=128, tokenizer="regex", dropout=0.1, lr=3e-4, max_steps=0, epochs=4,
              log_interval=50, eval_interval=1000, eval_batches=20)
 PRESETS = {
-    "tiny": dict(max_steps=600, batch_size=32, lr=3e-3, warmup_steps=20),
+    "tiny": dict(max_steps=600, batch_size=32, lr=3e-3, warmup_steps=20, embd_std=0.3),
     "44m": dict(n_layer=8, n_head=8, n_embd=512, batch_size=64, **PAPER),
     "129m": dict(n_layer=12, n_head=12, n_embd=768, batch_size=32, **PAPER),
 }
@@ -232,7 +232,8 @@ class LoopedGPT(nn.Module):
             else:
                 if top_k:
                     logits[logits < logits.topk(min(top_k, c.vocab_size)).values[:, -1:]] = -math.inf
-                token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+                logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+                token = torch.multinomial(logits.softmax(-1), 1, generator=generator)
             idx = torch.cat([idx, token], dim=1)
         return idx
 
@@ -248,11 +249,11 @@ def train_model(run):
                 loss, metrics = model.loss(idx, targets)
             run.backward(loss, metrics)
         run.update()
-    evaluated = [row for row in run.rows if "val_loss" in row]
-    first, last = evaluated[0], evaluated[-1]
-    run.say(f"validation loss {first['val_loss']:.2f} -> {last['val_loss']:.2f}, mean ||H_K|| "
-            f"{first['val_final_norm']:.1f} -> {last['val_final_norm']:.1f}: see {run.out}/curves.png, then run\n"
-            f"python looped_gpt.py {run.out}")
+    rows = [row for row in run.rows if "val_loss" in row]
+    for first, last in zip(rows[:1], rows[-1:]):
+        run.say(f"validation loss {first['val_loss']:.2f} -> {last['val_loss']:.2f}, mean ||H_K|| "
+                f"{first['val_final_norm']:.1f} -> {last['val_final_norm']:.1f}: see {run.out}/curves.png, then run\n"
+                f"python looped_gpt.py {run.out}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -289,7 +290,8 @@ def radial_gradient_fraction(model, batches):
             h = h.detach().requires_grad_()
             logits = model.readout(h, final=k >= model.config.num_loops)
             g, = torch.autograd.grad(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), h)
-            values.append(((g * h).sum(-1).abs() / (g.norm(dim=-1) * h.norm(dim=-1))).mean().detach())
+            g = g / g.abs().amax(-1, keepdim=True)  # its square would underflow; NaN, and left out, where g = 0
+            values.append(((g * h).sum(-1).abs() / (g.norm(dim=-1) * h.norm(dim=-1))).nanmean().detach())
         return torch.stack(values)
     return mean_over(batches, fraction)
 
@@ -331,8 +333,8 @@ def lemma2_prediction(model, h):
 def lemma2_remainders(model, h, factors=(1, 10, 100, 1000)):
     """Lemma 2 against measurement in float64, for one loop from a * H: per factor a, means over tokens of s, the radial
     increment and |increment - a_rad| = O(1/s), the angular step and |step - ||b_perp|| / s| = O(1/s^2). (factors, 5)."""
-    model, rows = copy.deepcopy(model).double(), []
-    for state in (a * h.double() for a in factors):
+    model, rows = copy.deepcopy(model).cpu().double(), []  # some devices have no float64
+    for state in (a * h.cpu().double() for a in factors):
         s, radial, angular = scale_and_direction(state, model.loop(state))
         a_rad, step = lemma2_prediction(model, state)
         rows.append(torch.stack([x.mean() for x in (s, radial, (radial - a_rad).abs(), angular, (angular - step).abs())]))
@@ -362,7 +364,7 @@ def frontier(model, batches):
             start = time.perf_counter()
             ce = mean_over(batches, lambda idx, targets: token_loss(model, model.states(idx, K)[-1], K, targets).mean()).item()
             seconds.append(time.perf_counter() - start)
-        points.append((K, math.exp(ce), sum(idx.numel() for idx, _ in batches) / min(seconds)))
+        points.append((K, train.perplexity(ce), sum(idx.numel() for idx, _ in batches) / min(seconds)))
     return points
 
 
@@ -379,7 +381,7 @@ def calibrate_halting(model, batches, tolerance=1.01):
     margins, losses = [], []
     for idx, targets in batches:
         states = list(enumerate(model.states(idx), 1))
-        margins.append(torch.stack([sequence_margin(model, h, k) for k, h in states[:-1]]))
+        margins.append(torch.stack([sequence_margin(model, h, k) for k, h in states])[:-1])
         losses.append(torch.stack([token_loss(model, h, k, targets).mean(1) for k, h in states]))
     margins, losses = torch.cat(margins, 1), torch.cat(losses, 1)  # (K - 1, N), (K, N)
     limit = losses[-1].mean() + math.log(tolerance)
@@ -411,21 +413,26 @@ def halting_states(model, idx, threshold):
 
 @torch.no_grad()
 def halting(model, batches, threshold):
-    """{average loops, PPL, tokens/s} of halting at a calibrated threshold, with real skipping."""
-    start, results = time.perf_counter(), [halting_states(model, idx, threshold) for idx, _ in batches]
-    seconds, total = time.perf_counter() - start, 0.0
+    """{average loops, PPL, tokens/s} of halting at a calibrated threshold, with real skipping. Timed, best of 3 passes."""
+    seconds, total = [], 0.0
+    for _ in range(3):
+        start = time.perf_counter()
+        results = [halting_states(model, idx, threshold) for idx, _ in batches]
+        average = torch.cat([loops for _, loops in results]).float().mean().item()  # waits for the device
+        seconds.append(time.perf_counter() - start)
     for (h, loops), (_, targets) in zip(results, batches):
         for k in loops.unique().tolist():
             total += token_loss(model, h[loops == k], k, targets[loops == k]).mean(1).sum().item()
-    n = sum(len(idx) for idx, _ in batches)
-    return {"loops": sum(loops.sum().item() for _, loops in results) / n, "ppl": math.exp(total / n),
-            "tokens_per_sec": sum(idx.numel() for idx, _ in batches) / seconds}
+    return {"loops": average, "ppl": train.perplexity(total / sum(len(idx) for idx, _ in batches)),
+            "tokens_per_sec": sum(idx.numel() for idx, _ in batches) / min(seconds)}
 
 
 def diagnose(path):
     """Print every diagnostic of a trained run on its validation split and draw them into RUN/diagnostics.png."""
-    model, options, _ = train.load_model(path, "looped_gpt", LoopedGPT)
+    model, options, tokenizer = train.load_model(path, "looped_gpt", LoopedGPT)
     device, data = model.wte.weight.device, train.load_data(options, model.config)
+    if data.tokenizer.spec != tokenizer.spec:
+        raise UserError(f"{options.dataset} now has another vocabulary than {path} was trained with: put the text back")
     batches = [tuple(t.to(device) for t in data.batch("val", i)) for i in range(options.eval_batches)]
     c, ce = model.config, loss_per_loop(model, batches)
     print(f"{path}: readout {c.readout}, supervision {c.supervision}, norm penalty {c.norm_penalty}, K = {c.num_loops}")
@@ -448,10 +455,10 @@ def diagnose(path):
     print("\nexit after loop      PPL    tokens/s")
     for K, ppl, speed in points:
         print(f"{K:15d}  {ppl:7.3f}  {speed:10,.0f}")
-    half = max(1, len(batches) // 2)
-    threshold = calibrate_halting(model, batches[:half])
-    halted = halting(model, batches[half:] or batches, threshold)
-    print(f"halting at margin {threshold:.3f} (PPL within 1% of full depth on the other half of the batches): "
+    halves = [[(idx[i::2], targets[i::2]) for idx, targets in batches] for i in range(2)]
+    threshold = calibrate_halting(model, halves[0])
+    halted = halting(model, [pair for pair in halves[1] if len(pair[0])] or halves[0], threshold)
+    print(f"halting at margin {threshold:.3f} (calibrated on every other sequence, measured on the rest): "
           f"{halted['loops']:.2f} loops on average, PPL {halted['ppl']:.3f}, {halted['tokens_per_sec']:,.0f} tokens/s")
 
     figure, axes = train.new_figure(3)
@@ -489,7 +496,7 @@ def table1(runs, out):
         logs = [train.read_csv(path / "log.csv") for (name, _), path in runs.items() if name == condition]
         last = [log[-1] for log in logs]
         K = max(int(name[7:]) for name in last[0] if name.startswith("val_ce_"))
-        columns = {f"ppl_{k}": torch.tensor([math.exp(row[f"val_ce_{k}"]) for row in last]) for k in range(1, K + 1)}
+        columns = {f"ppl_{k}": torch.tensor([train.perplexity(row[f"val_ce_{k}"]) for row in last]) for k in range(1, K + 1)}
         columns["final_norm"] = torch.tensor([row["val_final_norm"] for row in last])
         rows.append({"condition": condition, "seeds": len(last)} | {
             f"{name}{suffix}": value.item() for name, values in columns.items()
@@ -537,6 +544,8 @@ class Arguments:
 
     def __post_init__(self):
         check_at_least(self, 0, "max_new_tokens", "temperature", "top_k")
+        if not 0 <= self.seed < 1 << 63:
+            raise UserError(f"--seed={self.seed}: expected a whole number from 0 to 2^63 - 1")
         if self.loops is not None:
             check_at_least(self, 1, "loops")
         if self.prompt == "":
@@ -545,8 +554,10 @@ class Arguments:
 
 def main(argv):
     parser = train.Parser("python looped_gpt.py RUN [--prompt=TEXT] [--field=value ...]", Arguments)
-    if not argv or argv[0].startswith("-"):
+    if not argv or argv[0] in ("-h", "--help"):
         return parser.print_help()
+    if argv[0].startswith("-"):
+        raise UserError(f"{argv[0]}: name the run first, as in python looped_gpt.py out/looped_gpt-tiny {argv[0]}")
     arguments = Arguments(**parser.parse(argv[1:]))
     if arguments.prompt is None:
         return diagnose(argv[0])

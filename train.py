@@ -11,7 +11,7 @@ schedule, log, checkpoint), sweeps. A script brings `Config`, `PRESETS`, `SWEEPS
 training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
 """
 import argparse, collections, contextlib, csv, dataclasses, difflib, functools, hashlib, http.client, importlib, inspect
-import io, json, math, multiprocessing, os, re, shutil, signal, sys, time, urllib.request, zipfile
+import io, json, math, multiprocessing, os, re, shutil, signal, sys, time, urllib.request, zipfile, zlib
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -63,9 +63,12 @@ class Options:
     def __post_init__(self):
         check_at_least(self, 1, "epochs", "batch_size", "grad_accum", "log_interval", "eval_interval", "eval_batches")
         check_at_least(self, 0, "max_steps", "stride", "lr", "muon_lr", "weight_decay", "grad_clip", "warmup_steps")
-        for name in ("beta2", "decay_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"--{name}={getattr(self, name)}: expected a number from 0 to 1")
+        if not 0 <= self.beta2 < 1 or not 0 <= self.decay_share <= 1:
+            raise UserError(f"--beta2={self.beta2} --decay_share={self.decay_share}: expected shares, beta2 below 1")
+        if not 0 <= self.seed < 1 << 63:
+            raise UserError(f"--seed={self.seed}: expected a whole number from 0 to 2^63 - 1")
+        if self.resume and self.overwrite:
+            raise UserError("--resume and --overwrite: choose one")
 
 
 def check_at_least(config, least, *names):
@@ -84,8 +87,8 @@ def nearest(word, known):
 class Parser(argparse.ArgumentParser):
     """--field=value for every field of the dataclasses. A field's help text is the comment behind it."""
 
-    def __init__(self, usage, *classes, defaults={}):
-        super().__init__(usage=usage, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False)
+    def __init__(self, usage, *classes, defaults={}, add_help=True):
+        super().__init__(usage=usage, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False, add_help=add_help)
         self.fields = [f for cls in classes for f in dataclasses.fields(cls)]
         for cls in classes:
             comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
@@ -118,7 +121,7 @@ def write_whole(path, write):
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
-        with open(temporary, "rb") as f:
+        with open(temporary, "r+b") as f:  # Windows flushes only what is open for writing
             os.fsync(f.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError about positions
@@ -217,7 +220,7 @@ def wikitext(name, data_dir):
                             with open(p, "w", encoding="utf-8", newline="") as out:
                                 out.writelines(line.strip() + "\n\n" for line in lines if line.strip())
                         write_whole(paths[split], write)
-        except (zipfile.BadZipFile, KeyError) as error:
+        except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, UnicodeDecodeError) as error:
             raise UserError(f"{archive} is not the WikiText archive ({error}): delete it and try again") from None
     return {split: (p, 0, p.stat().st_size) for split, p in paths.items()}
 
@@ -229,8 +232,8 @@ def text_file(path):
     size = path.stat().st_size
     with open(path, "rb") as f:
         cut = f.seek(size * 9 // 10)
-        tail = f.read()  # one line only: cut before a byte that starts a character
-    cut += tail.find(b"\n") + 1 or next((i for i, byte in enumerate(tail) if byte & 0xC0 != 0x80), 0)
+        tail = f.read()  # where no line ends in the first half: cut before a byte that starts a character
+    cut += tail.find(b"\n", 0, len(tail) // 2) + 1 or next((i for i, byte in enumerate(tail) if byte & 0xC0 != 0x80), 0)
     return {"train": (path, 0, cut), "val": (path, cut, size)}
 
 
@@ -358,6 +361,8 @@ def fit_tokenizer(name, splits, vocab_size, data_dir):
                 counts.update(part)
     if name == "char":
         return Tokenizer(name, sorted(counts))
+    if vocab_size <= len(Tokenizer.specials):
+        raise UserError(f"--vocab_size={vocab_size}: the regex tokenizer has {len(Tokenizer.specials)} special types alone")
     types = sorted((t for t, n in counts.items() if n >= 2), key=lambda t: (-counts[t], t))
     return Tokenizer(name, (Tokenizer.specials + types)[:vocab_size])
 
@@ -424,6 +429,8 @@ class TextData:
             if len(tokens) <= self.T:
                 raise UserError(f"{options.dataset}: its {split} split has {len(tokens)} tokens and a window takes "
                                 f"{self.T + 1}: use a longer text or a smaller --block_size")
+        if self.vocab_size < 2:
+            raise UserError(f"{options.dataset}: a text of one type of token has nothing to predict")
         self.windows = (len(self.tokens["train"]) - 1 - self.T) // (options.stride or self.T) + 1
         self.batches_per_epoch = self.windows // options.batch_size
         if options.stride and not self.batches_per_epoch:
@@ -435,7 +442,9 @@ class TextData:
         if split != "train":  # evenly spread, the same at every evaluation
             return np.linspace(0, n - 1, o.eval_batches * o.batch_size).astype(np.int64)[i::o.eval_batches]
         if not o.stride:
-            return np.random.default_rng([o.seed, i]).integers(0, n, o.batch_size)
+            step, i = divmod(i, o.grad_accum)  # a step's windows are the same however it is split into micro-batches
+            drawn = np.random.default_rng([o.seed, step]).integers(0, n, o.batch_size * o.grad_accum)
+            return drawn[i * o.batch_size:][:o.batch_size]
         epoch, i = divmod(i, self.batches_per_epoch)
         return self.permutation(epoch)[i * o.batch_size:][:o.batch_size] * o.stride
 
@@ -522,10 +531,12 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        torch.empty(1, device=name)
+        device = torch.empty(1, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device={name} cannot be used here: {str(error).splitlines()[0]}") from None
-    return torch.device(name)
+    if device.type not in ("cuda", "mps", "cpu"):
+        raise UserError(f"--device={name}: expected cuda, mps or cpu")
+    return device
 
 
 def pick_dtype(name, device):
@@ -621,18 +632,18 @@ class Run:
     """One training run. A script's loop is: model = run.start(Model(run.config)); for step in run.steps(): for idx, targets
     in run.batches(): with run.autocast(): loss, metrics = model.loss(idx, targets); run.backward(...); run.update()."""
 
-    def __init__(self, name, preset, config, options, show=()):
-        self.name, self.preset, self.options, self.show = name, preset, options, show
+    def __init__(self, name, preset, config, options, wanted, show):
+        self.name, self.preset, self.options, self.wanted, self.show = name, preset, options, wanted, show
         self.out = Path(options.out_dir)
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.device, self.rows = pick_device(options.device), []
-        self.step, self.tokens, self.best = 0, 0, math.inf
+        shared_gpus = self.world > 1 and torch.cuda.is_available() and options.device in ("auto", "cuda")
+        self.device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}" if shared_gpus else options.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.rows, self.step, self.tokens, self.best = [], 0, 0, math.inf
         if self.world > 1:
             if options.batch_size % self.world:
                 raise UserError(f"--batch_size={options.batch_size} cannot be shared by {self.world} processes")
-            if self.device.type == "cuda":
-                self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-                torch.cuda.set_device(self.device)
             if not dist.is_initialized():
                 dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
         self.dtype = pick_dtype(options.dtype, self.device)
@@ -645,6 +656,8 @@ class Run:
             self.data = load_data(options, config)
         self.config = dataclasses.replace(config, vocab_size=self.data.vocab_size)
         self.max_steps = options.max_steps or options.epochs * self.data.batches_per_epoch // options.grad_accum
+        if not self.max_steps:
+            raise UserError(f"--epochs={options.epochs} has not one step of {options.batch_size} x {options.grad_accum} windows")
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
         torch.manual_seed(options.seed)
@@ -662,6 +675,8 @@ class Run:
             torch.manual_seed(self.options.seed + self.rank)  # dropout differs between processes
         if self.options.resume and (self.out / "ckpt.pt").exists():
             self.load()
+        if self.first:  # only now: a run that cannot be resumed so keeps the config that it has
+            write_json(self.out / "config.json", self.wanted)
         compile_blocks(model, self.device, self.options.compile)
         self.peak = matmul_peak(self.device, self.dtype) * self.world
         self.say(f"{self.name}-{self.preset}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, "
@@ -683,12 +698,13 @@ class Run:
                 self.loss, self.metrics = 0.0, {}
                 yield self.step
                 due = self.step % o.log_interval == 0
-                stop = self.asked if self.world == 1 else due and self.any_asked()
+                stop = self.asked if self.world == 1 else self.any_asked()
                 evaluate = self.step == self.max_steps or self.step % o.eval_interval == 0
                 if due or evaluate or stop:
                     self.log(evaluate)
                 if evaluate or stop:
                     self.save("ckpt.pt")
+                    self.mark = self.step, self.tokens, time.perf_counter()
                 if stop:
                     self.draw_curves()
                     self.say(f"stopped after step {self.step}, saved; go on with: python train.py {self.name} "
@@ -703,9 +719,12 @@ class Run:
         if self.asked:
             raise KeyboardInterrupt  # the second time: at once
         self.asked = number
-        self.say(" finishing this step, then saving (again: stop at once, from the last checkpoint)")
+        self.say(" stopping: saving first (again: at once, keeping the last checkpoint)")
 
     def any_asked(self):
+        """Whether any process was asked to stop; on GPUs looked at every tenth step, since it waits for them."""
+        if self.device.type != "cpu" and self.step % 10:
+            return 0
         asked = torch.tensor(self.asked or 0, device=self.device)
         dist.all_reduce(asked, dist.ReduceOp.MAX)
         return asked.item()
@@ -782,9 +801,9 @@ class Run:
             seconds = time.perf_counter() - clock
             row |= {"lr": self.optimizers[0].param_groups[0]["lr"], "tokens_per_sec": (self.tokens - tokens) / seconds}
             row["mfu"] = self.model.flops_per_token() * row["tokens_per_sec"] / self.peak
-            left = (self.max_steps - self.step) * seconds / (self.step - step)
+            left = int((self.max_steps - self.step) * seconds / (self.step - step))
             line += f"  loss {row['train_loss']:.4f}" + "".join(f"  {k} {row[k]:.3g}" for k in self.show if k in row)
-            line += f"  {row['tokens_per_sec']:,.0f} tok/s  mfu {row['mfu']:.1%}  {left // 60:.0f}:{left % 60:02.0f} left"
+            line += f"  {row['tokens_per_sec']:,.0f} tok/s  mfu {row['mfu']:.1%}  {left // 60}:{left % 60:02} left"
         if evaluate:
             row |= self.evaluate()
             line += f"  val {row['val_loss']:.4f}"
@@ -803,7 +822,7 @@ class Run:
                  "options": dataclasses.asdict(self.options), "tokenizer": self.data.tokenizer.spec, "best": self.best,
                  "weights": self.model.state_dict()}
         if name == "ckpt.pt":
-            rng = [torch.get_rng_state(), torch.cuda.get_rng_state() if self.device.type == "cuda" else None]
+            rng = [torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None]
             every_rng = [rng] * self.world
             if self.world > 1:
                 dist.all_gather_object(every_rng, rng)
@@ -814,25 +833,24 @@ class Run:
     def load(self):
         """Go on from ckpt.pt: everything that `save` put there, and the rows of log.csv up to its step."""
         ckpt = load_checkpoint(self.out, self.name)
-        if ckpt["config"] != dataclasses.asdict(self.config) or ckpt["tokenizer"] != self.data.tokenizer.spec:
-            raise UserError(f"{self.out}/ckpt.pt has another architecture or tokenizer: resume it as it was, or choose "
-                            f"another --out_dir")
         try:
+            if ckpt["config"] != dataclasses.asdict(self.config) or ckpt["tokenizer"] != self.data.tokenizer.spec:
+                raise ValueError("it has another architecture or tokenizer")
             self.model.load_state_dict(ckpt["weights"])
             for optimizer, state in zip(self.optimizers, ckpt["optimizers"], strict=True):
                 rates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
                 optimizer.load_state_dict(state)
                 for group, fresh in zip(optimizer.param_groups, rates):  # what the command line says now
                     group.update(fresh)
-        except (RuntimeError, ValueError) as error:
-            raise UserError(f"{self.out}/ckpt.pt does not fit {self.name}.py or its optimiser as they are now: "
-                            f"{' '.join(str(error).split())[:200]}") from None
-        self.step, self.tokens, self.best = ckpt["step"], ckpt["tokens"], ckpt["best"]
-        if len(ckpt["rng"]) == self.world:
-            cpu, cuda = ckpt["rng"][self.rank]
-            torch.set_rng_state(cpu)
-            if cuda is not None and self.device.type == "cuda":
-                torch.cuda.set_rng_state(cuda)
+            self.step, self.tokens, self.best = ckpt["step"], ckpt["tokens"], ckpt["best"]
+            if len(ckpt["rng"]) == self.world:
+                cpu, cuda = ckpt["rng"][self.rank]
+                torch.set_rng_state(cpu)
+                if cuda is not None and self.device.type == "cuda":
+                    torch.cuda.set_rng_state(cuda, self.device)
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self.out}/ckpt.pt does not fit {self.name}.py and these options: "
+                            f"{' '.join(str(error).split())[:200]}; resume it as it was, or choose another --out_dir") from None
         self.rows = [r for r in read_csv(self.out / "log.csv") if r["step"] <= self.step]
         self.say(f"resuming after step {self.step}")
 
@@ -850,6 +868,11 @@ class Run:
             axis.legend()
         figure.suptitle(f"{self.name}-{self.preset}")
         figure.savefig(self.out / "curves.png", dpi=120)
+
+
+def perplexity(ce):
+    """exp of a cross-entropy in nats; inf where a float overflows."""
+    return math.exp(ce) if ce < 700 else math.inf
 
 
 def new_figure(panels):
@@ -891,11 +914,12 @@ def read_csv(path):
 def read_config(out):
     """The config.json of a run directory, or None."""
     try:
-        return json.loads((out / "config.json").read_text(encoding="utf-8"))
+        saved = json.loads((out / "config.json").read_text(encoding="utf-8"))
+        return {key: saved[key] for key in ("model", "preset", "config", "options")}
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{out}/config.json cannot be read: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{out}/config.json is not that of a run ({type(error).__name__}: {error})") from None
 
 
 def launch(name, module, preset, given):
@@ -925,18 +949,17 @@ def launch(name, module, preset, given):
             raise UserError(f"{out} already holds {'another' if changed else 'this'} run{' (' if changed else ''}"
                             f"{'; '.join(changed)}{')' if changed else ''}: add --resume to go on with it, --overwrite to "
                             f"start again, or choose another --out_dir")
-    run = Run(name, preset, config, options, module.SHOW)
+    run = Run(name, preset, config, options, wanted, module.SHOW)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out_dir={out} cannot be made: {error.strerror}") from None
     if run.first:
-        if not options.resume:
-            for old in ("ckpt.pt", "best.pt", "log.csv", "curves.png"):
-                (out / old).unlink(missing_ok=True)
-        write_json(out / "config.json", wanted)
+        stale = [] if options.resume else [out / f for f in ("ckpt.pt", "best.pt", "config.json", "log.csv", "curves.png")]
+        for path in (*stale, *out.glob("*.tmp")):  # what a kill left
+            path.unlink(missing_ok=True)
     if run.device.type == "cpu":
-        with contextlib.suppress(ImportError, ValueError, OSError):  # too large a batch is then an error, not a kill by the kernel
+        with contextlib.suppress(ImportError, ValueError, OSError):  # what the machine cannot hold is then an error, not a kill
             import resource
             memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
@@ -952,7 +975,11 @@ def launch(name, module, preset, given):
 
 def sweep(name, module, preset, given, sweep_name, seeds):
     """Train every condition of a sweep with every seed, skipping what is finished; then the script's own report."""
+    given.pop("resume", None)  # it always does
+    if given.pop("overwrite", False):
+        raise UserError("--overwrite does not go with --sweep: choose another --out_dir")
     preset = preset or next(iter(module.PRESETS))
+    first = os.environ.get("RANK", "0") == "0"
     out, runs = Path(given.pop("out_dir", None) or f"out/{name}-{preset}-{sweep_name}"), {}
     conditions, report = module.SWEEPS[sweep_name]
     for condition, fields in conditions.items():
@@ -962,10 +989,12 @@ def sweep(name, module, preset, given, sweep_name, seeds):
             for k, v in values.items() if saved else ():
                 if (was := (saved["config"] | saved["options"]).get(k)) != v:
                     raise UserError(f"{path} was trained with --{k}={was}: choose another --out_dir for --{k}={v}")
-            print(f"--- {condition}, seed {seed}")
+            if first:
+                print(f"--- {condition}, seed {seed}", flush=True)
             launch(name, module, preset, values | {"out_dir": str(path), "resume": True})
             runs[condition, seed] = path
-    report(runs, out)
+    if first:
+        report(runs, out)
 
 
 def main(argv):
@@ -976,8 +1005,10 @@ def main(argv):
     name, argv = argv[0], argv[1:]
     if name not in MODELS:
         raise UserError(f"{name!r}: no such model; {nearest(name, MODELS)}")
+    if not Path(__file__).with_name(f"{name}.py").exists():
+        raise UserError(f"{name}.py is not beside train.py: choose a model whose script is here")
     module = importlib.import_module(name)
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first = Parser(None, add_help=False)
     first.add_argument("--preset")
     first.add_argument("--sweep")
     first.add_argument("--seeds", default="42")
@@ -996,11 +1027,12 @@ def main(argv):
 
 
 def command_line(function):
-    """Call function(arguments); a UserError becomes one line and exit status 1."""
+    """Call function(arguments); a UserError becomes one line (of the first process) and exit status 1."""
+    sys.stdout.reconfigure(errors="replace")  # a console or file that cannot show every character
     try:
         function(sys.argv[1:])
     except UserError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {error}" if os.environ.get("RANK", "0") == "0" else 1)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output, `head` say, is done

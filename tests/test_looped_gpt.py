@@ -135,6 +135,12 @@ def test_raw_readout_and_norm_penalty_see_scale():
         assert (fraction > 1e-3) == sees
 
 
+def test_tokens_without_a_gradient_do_not_spoil_the_radial_fraction():
+    model, idx, targets = small(torch.float32, readout="raw", n_embd=512)
+    idx[:, 4] = targets[:, 4] = idx[:, 5]  # predicted with certainty: its softmax is saturated and g = 0
+    assert looped_gpt.radial_gradient_fraction(model, [(idx, targets)]).isfinite().all()
+
+
 def test_the_loss_is_blind_to_rescaled_states_only_through_rmsnorm():
     for readout, blind in (("rmsnorm", True), ("raw", False)):
         model, idx, targets = small(readout=readout)

@@ -76,6 +76,14 @@ def test_help_lists_every_field_with_its_meaning(capsys):
     (["looped_gpt", "--seeds=1,x", "--sweep=table1"], "--seeds=1,x"),
     (["looped_gpt", "--dataset=shakespear"], "did you mean shakespeare?"),
     (["looped_gpt", "--device=tpu"], "--device=tpu cannot be used here"),
+    (["looped_gpt", "--device=meta"], "expected cuda, mps or cpu"),
+    (["looped_gpt", "--seed=-1"], "--seed=-1"),
+    (["looped_gpt", "--beta2=1"], "beta2 below 1"),
+    (["looped_gpt", "--preset"], "argument --preset: expected one argument"),
+    (["looped_gpt", "--resume", "--overwrite"], "choose one"),
+    (["looped_gpt", "--sweep=table1", "--overwrite"], "does not go with --sweep"),
+    (["looped_gpt", "--max_steps=0", "--batch_size=40000"], "has not one step"),
+    (["looped_gpt", "--tokenizer=regex", "--vocab_size=4"], "4 special types alone"),
     (["looped_gpt", "--out_dir=/dev/null/run"], "/dev/null/run"),
 ])
 def test_a_mistake_is_answered_by_one_line_that_names_the_way_out(capsys, argv, message, data_dir):
@@ -84,7 +92,7 @@ def test_a_mistake_is_answered_by_one_line_that_names_the_way_out(capsys, argv, 
 
 @pytest.mark.parametrize("content, message", [
     (b"", "0 tokens"), (b"too short", "a window takes 17"), (b"\xff\xfe\x00abc" * 99, "is not UTF-8 text"),
-    (b"abc\0def\n" * 99, "is binary"), (None, "no such data set or file")])
+    (b"abc\0def\n" * 99, "is binary"), (b"a" * 999, "nothing to predict"), (None, "no such data set or file")])
 def test_unusable_text_files_are_named(capsys, tmp_path, content, message):
     path = tmp_path / "some.txt"
     if content is not None:
@@ -94,8 +102,11 @@ def test_unusable_text_files_are_named(capsys, tmp_path, content, message):
 
 
 def test_too_large_a_batch_names_the_knob(tmp_path, data_dir):
-    argv = ["looped_gpt", "--batch_size=100000000", "--eval_batches=1", f"--data_dir={data_dir}", f"--out_dir={tmp_path}/run"]
-    result = subprocess.run([sys.executable, "train.py", *argv], cwd=ROOT, capture_output=True, text=True)
+    resource = pytest.importorskip("resource")  # this process gets 3 GB, and would need 33
+    argv = ["looped_gpt", "--batch_size=1000000", "--eval_batches=1", "--compile=off", "--device=cpu",
+            f"--data_dir={data_dir}", f"--out_dir={tmp_path}/run"]
+    result = subprocess.run([sys.executable, "train.py", *argv], cwd=ROOT, capture_output=True, text=True,
+                            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30)))
     assert result.returncode == 1 and "halve it and double --grad_accum" in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -198,8 +209,17 @@ def test_damaged_foreign_and_pickled_checkpoints_are_refused(command, capsys, tm
     assert "is damaged" in refused(lambda p: p.write_bytes(b"not a checkpoint"))
     assert "is damaged" in refused(lambda p: torch.save({"model": "looped_gpt", "x": Path("/")}, p))
     assert "is a checkpoint of stars" in refused(lambda p: torch.save({"model": "stars"}, p))
+    assert "does not fit looped_gpt.py" in refused(lambda p: torch.save({"model": "looped_gpt"}, p))
     assert "does not fit looped_gpt.py" in refused(
         lambda p: torch.save(torch.load(io.BytesIO(good), weights_only=True) | {"weights": {}}, p))
+    (out / "ckpt.pt").write_bytes((out / "best.pt").read_bytes())  # has no optimiser
+    before = (out / "config.json").read_text()
+    assert "does not fit" in error_of(capsys, "looped_gpt", f"--out_dir={out}", "--resume", "--max_steps=9")
+    (out / "ckpt.pt").write_bytes(good)
+    assert "does not fit" in error_of(capsys, "looped_gpt", f"--out_dir={out}", "--resume", "--optimizer=muon")
+    assert (out / "config.json").read_text() == before
+    (out / "config.json").write_text("[1]")
+    assert "is not that of a run" in error_of(capsys, "looped_gpt", f"--out_dir={out}", "--resume")
     assert "no such checkpoint" in error_of(capsys, tmp_path / "nowhere", main=looped_gpt.main)
 
 
@@ -265,13 +285,16 @@ def test_generating_from_a_run(command, capsys):
     assert first.startswith("The ") and len(first) == 4 + 30 + 1
     looped_gpt.main([str(out / "best.pt"), "--prompt=The ", "--loops=2", "--max_new_tokens=30"])
     assert first == capsys.readouterr().out  # best is last here, and the seed is fixed
+    assert "name the run first" in error_of(capsys, "--prompt=The ", out, main=looped_gpt.main)
     for argument, message in (("--prompt=\u2603", "not in the vocabulary: '\u2603'"), ("--prompt=", "--prompt is empty"),
                               ("--loops=0", "--loops=0: expected a number of at least 1"), ("--loop=2", "did you mean --loops")):
         assert message in error_of(capsys, out, argument, main=looped_gpt.main)
 
 
 def test_diagnosing_a_run_prints_every_diagnostic_and_draws_them(command, capsys):
-    out = command("--readout=raw")
+    out = command("--readout=raw", "--num_loops=1", out="one loop")
+    looped_gpt.main([str(out)])
+    out = command("--readout=raw", "--eval_batches=2")
     looped_gpt.main([str(out)])
     text = capsys.readouterr().out
     for part in ("radial gradient fraction", "angular step * s", "p99", "freeze_loop1", "remove_radial", "tokens/s", "halting"):
@@ -335,7 +358,7 @@ def test_python_docs_hold_out_every_tenth_topic(tmp_path):
 
 def test_a_text_file_is_cut_between_lines_or_characters(tmp_path):
     path = tmp_path / "text"
-    for text in ("wörter über\n" * 400, "ö" * 4001):
+    for text in ("wörter über\n" * 400, "ö" * 4001, "ö" * 4001 + "\n"):
         path.write_text(text, encoding="utf-8")
         parts = train.text_file(path)
         train_text, val_text = ("".join(train.blocks(*parts[s])) for s in ("train", "val"))
@@ -402,6 +425,10 @@ def test_an_epoch_visits_every_window_once_and_each_epoch_in_another_order(tmp_p
     assert (epochs[0] != epochs[1]).any()
     idx, targets = data.batch("train", 3)
     assert idx.shape == (4, 16) and torch.equal(idx[:, 1:], targets[:, :-1])
+    split = options(tmp_path, dataset=str(path), batch_size=2, grad_accum=2)
+    together = options(tmp_path, dataset=str(path))
+    parts = [train.TextData(split, config()).batch("train", i)[0] for i in (6, 7)]
+    assert torch.equal(torch.cat(parts), train.TextData(together, config()).batch("train", 3)[0])  # as one batch of 4
     halves = [data.batch("train", 3, rank, 2)[0] for rank in range(2)]
     assert sorted(torch.cat(halves).tolist()) == sorted(idx.tolist())
 
