@@ -60,6 +60,7 @@ class Config:
     max_loops: int = 16  # and from above, and end here
     l2_penalty: float = 0.0  # weight of mean ||h^(t) - h^(t-1)||, a remedy that fails
     jsrr_lambda: float = 0.1  # weight of JSRR against the cross-entropy, 0 to 1; 0: none
+    jsrr_warmup: int = 400  # steps in which lambda rises to its value; from the start, it delays that of learning
     jsrr_mode: Literal["vjp", "jvp"] = "vjp"  # v J in reverse mode or J v in forward mode: one step of each estimates the same
     jsrr_steps: int = 1  # power-iteration steps on v; only the last has a gradient
     jsrr_rows: float = 0.25  # share of the batch at which J is taken
@@ -68,7 +69,7 @@ class Config:
     def __post_init__(self):
         check_at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "mlp_width", "num_loops",
                        "min_loops", "jsrr_steps")
-        check_at_least(self, 0, "n_prelude", "n_coda", "residual_scale", "loop_sigma", "l2_penalty")
+        check_at_least(self, 0, "n_prelude", "n_coda", "residual_scale", "loop_sigma", "l2_penalty", "jsrr_warmup")
         if not self.max_loops >= self.min_loops:
             raise UserError(f"--max_loops={self.max_loops} is below --min_loops={self.min_loops}")
         if not math.isfinite(self.loop_mu):
@@ -105,17 +106,23 @@ LOOPS = "1,2,3,4,6,8,16,32,64,128,256"  # where accuracy is measured
 # The model
 
 class Norm(nn.Module):
-    """layernorm: (h - mean) / std * gain + bias. rmsnorm: h / rms * gain. simple: (h - mean) / std."""
+    """layernorm: (h - mean) / std * gain + bias. rmsnorm: h / rms * gain. simple: (h - mean) / std.
+
+    In PyTorch 2.13 the gradient of F.layer_norm's forward-mode derivative is wrong; that of F.rms_norm's is right.
+    """
 
     def __init__(self, config):
         super().__init__()
-        self.kind, D = config.norm, config.n_embd
+        self.kind, self.by_rms, D = config.norm, config.jsrr_mode == "jvp", config.n_embd
         self.gain = nn.Parameter(torch.ones(D)) if self.kind != "simple" else None
         self.bias = nn.Parameter(torch.zeros(D)) if self.kind == "layernorm" else None
 
     def forward(self, h):
         if self.kind == "rmsnorm":
             return F.rms_norm(h, h.shape[-1:], self.gain, 1e-6)
+        if self.by_rms:
+            h = F.rms_norm(h - h.mean(-1, keepdim=True), h.shape[-1:], self.gain, 1e-6)
+            return h if self.bias is None else h + self.bias
         return F.layer_norm(h, h.shape[-1:], self.gain, self.bias, 1e-6)
 
 
@@ -247,7 +254,7 @@ class LoopedTransformer(nn.Module):
         """Logits, (B, T, D) -> (B, T, V)."""
         return F.linear(self.normed(h, cache, start), self.readout_weight)
 
-    def loss(self, idx, targets, num_loops=None):
+    def loss(self, idx, targets, num_loops=None, jsrr_lambda=0.0):
         """(loss, metrics) for idx and targets (B, T), targets -1 where there is no loss.
 
         In training (1 - lambda) CE + lambda JSRR at a sampled loop t, plus l2_penalty * mean ||h^(t) - h^(t-1)||; metrics:
@@ -259,7 +266,7 @@ class LoopedTransformer(nn.Module):
         for _ in range(t - 1):
             h = self.step(h)
         before, jsrr = h, None
-        h, jsrr = self.step_with_jsrr(h) if self.training and c.jsrr_lambda else (self.step(h), None)
+        h, jsrr = self.step_with_jsrr(h) if self.training and jsrr_lambda else (self.step(h), None)
         rows, answer = self.normed(h), targets >= 0
         loss, _ = cross_entropy(rows.flatten(0, 1), self.readout_weight, targets.clamp_min(0).flatten(),
                                 (answer / answer.sum()).flatten())
@@ -268,7 +275,7 @@ class LoopedTransformer(nn.Module):
             return loss, {"exact": right.all(1).float().mean()}
         metrics = {"loops": torch.tensor(float(t))}
         if jsrr is not None:
-            loss, metrics["jsrr"] = (1 - c.jsrr_lambda) * loss + c.jsrr_lambda * jsrr, jsrr
+            loss, metrics["jsrr"] = (1 - jsrr_lambda) * loss + jsrr_lambda * jsrr, jsrr
         if c.l2_penalty:
             loss = loss + c.l2_penalty * (h - before).float().norm(dim=-1).mean()
         return loss, metrics
@@ -346,9 +353,10 @@ def sample_loops(config, n=1, generator=None):
 def train_model(run):
     model = run.start(LoopedTransformer(run.config))
     for step in run.steps():
+        jsrr_lambda = run.config.jsrr_lambda * min(1, step / max(1, run.config.jsrr_warmup))
         for idx, targets in run.batches():
             with run.autocast():
-                loss, metrics = model.loss(idx, targets)
+                loss, metrics = model.loss(idx, targets, jsrr_lambda=jsrr_lambda)
             run.backward(loss, metrics)
         run.update()
     last = run.rows[-1]

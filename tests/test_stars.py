@@ -147,7 +147,7 @@ def test_one_step_of_jsrr_measures_the_mean_gain_not_the_spectral_radius(mode):
     J = full_jacobians(model, h)[0]
     mean_gain = J.square().sum().item() / len(J)
     rho, sigma = torch.linalg.eigvals(J).abs().max().item(), torch.linalg.matrix_norm(J, 2).item()
-    estimate = model.step_with_jsrr(h.expand(20_000, -1, -1))[1].item()  # a v of its own for each row
+    estimate = model.step_with_jsrr(h.repeat(20_000, 1, 1))[1].item()  # a v of its own for each row
     assert estimate == pytest.approx(mean_gain, rel=0.02)
     assert abs(estimate - rho ** 2) > 0.2 * rho ** 2 and estimate < 0.5 * sigma ** 2
 
@@ -162,9 +162,7 @@ def test_many_steps_of_jsrr_measure_the_spectral_radius(mode):
         if top[0].imag == 0 and top[1].abs() < 0.95 * top[0].abs():
             break
     estimate = model.step_with_jsrr(h[:1])[1].item()
-    assert math.sqrt(estimate) == pytest.approx(top[0].abs().item(), rel=1e-3) or mode == "vjp"
-    if mode == "vjp":
-        assert math.sqrt(estimate) == pytest.approx(top[0].abs().item(), rel=1e-3)
+    assert math.sqrt(estimate) == pytest.approx(top[0].abs().item(), rel=1e-3)
 
 
 def test_jsrr_costs_no_extra_loop_unless_detached():
@@ -173,19 +171,18 @@ def test_jsrr_costs_no_extra_loop_unless_detached():
         model, rows = small_model(**fields), []
         step = model.step
         model.step = lambda h: rows.append(len(h)) or step(h)
-        model.loss(*small_data().batch("train", 0), num_loops=5)
+        model.loss(*small_data().batch("train", 0), num_loops=5, jsrr_lambda=0.1)
         assert sum(rows) == 16 * evaluations
     model, rows = small_model(jsrr_rows=0.25), []
     step = model.step
     model.step = lambda h: rows.append(len(h)) or step(h)
-    model.loss(*small_data().batch("train", 0), num_loops=5)
+    model.loss(*small_data().batch("train", 0), num_loops=5, jsrr_lambda=0.1)
     assert rows == [16, 16, 16, 16, 4, 12]
 
 
 def test_the_loss_is_the_convex_combination():
-    model, batch = small_model(jsrr_lambda=0.3), small_data().batch("train", 0)
-    combined, metrics = model.loss(*batch, num_loops=3)
-    model.config = dataclasses.replace(model.config, jsrr_lambda=0.0)
+    model, batch = small_model(), small_data().batch("train", 0)
+    combined, metrics = model.loss(*batch, num_loops=3, jsrr_lambda=0.3)
     ce, plain = model.loss(*batch, num_loops=3)
     assert combined.item() == pytest.approx(0.7 * ce.item() + 0.3 * metrics["jsrr"].item()) and "jsrr" not in plain
     model.config = dataclasses.replace(model.config, l2_penalty=0.5)
@@ -195,13 +192,13 @@ def test_the_loss_is_the_convex_combination():
 
 
 def test_training_on_jsrr_alone_makes_the_loop_contract():
-    model = small_model(jsrr_lambda=1.0, jsrr_rows=1.0, tied=False, spread=3.0)
+    model = small_model(jsrr_rows=1.0, tied=False, spread=3.0)
     idx, targets = small_data().batch("train", 0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     before = stars.convergence(model, idx, 60)[-1, 0]
     for _ in range(60):
         optimizer.zero_grad()
-        model.loss(idx, targets, num_loops=4)[0].backward()
+        model.loss(idx, targets, num_loops=4, jsrr_lambda=1.0)[0].backward()
         optimizer.step()
     assert stars.convergence(model, idx, 60)[-1, 0] < 1e-3 * before
 
@@ -211,14 +208,14 @@ def test_training_on_jsrr_alone_makes_the_loop_contract():
 
 @pytest.mark.parametrize("fields", [{}, dict(placement="pre", norm="rmsnorm"), dict(norm="simple", n_layer=2)])
 def test_instruments_agree_with_the_full_jacobian(fields):
-    model, h = small_model(**fields), state()
+    model, h = small_model(**fields), state(rows=2)
     J = full_jacobians(model, h)
     rho, N = torch.linalg.eigvals(J).abs().amax(-1), J.shape[-1]
     close = lambda a, b, tolerance: torch.allclose(a, b, rtol=tolerance)
-    assert close(stars.jacobian_gain(model, h, 4000, generator()), J.flatten(1).norm(dim=1) / math.sqrt(N), 0.02)
-    assert close(stars.sigma_max(model, h, 500, generator()), torch.linalg.matrix_norm(J, 2), 1e-6)
+    assert close(stars.jacobian_gain(model, h, 600, generator()), J.flatten(1).norm(dim=1) / math.sqrt(N), 0.05)
+    assert close(stars.sigma_max(model, h, 300, generator()), torch.linalg.matrix_norm(J, 2), 1e-6)
     assert close(stars.spectral_radius_arnoldi(model, h, N, generator()), rho, 1e-8)
-    assert close(stars.spectral_radius_power(model, h, 2000, generator()), rho, 0.01)
+    assert close(stars.spectral_radius_power(model, h, 600, generator()), rho, 0.02)
 
 
 def test_arnoldi_finds_the_spectral_radius_in_a_small_krylov_space():
@@ -230,7 +227,7 @@ def test_arnoldi_finds_the_spectral_radius_in_a_small_krylov_space():
 def test_a_fixed_point_attracts_where_the_spectral_radius_is_below_one():
     model = small_model(spread=0.3)
     h = state()
-    for _ in range(300):
+    for _ in range(1000):
         h = model.step(h).detach()
     rho = stars.spectral_radius_arnoldi(model, h, 32, generator())
     error = 1e-6 * stars.random_directions(h, generator())
@@ -276,10 +273,9 @@ def test_sums_are_right_reversed_and_masked(digits):
 
 def test_the_example_of_the_docs():
     data = train.AdditionData(train.Options(dataset="addition"), stars.Config())
-    idx, targets = data.encode(np.array([1750, 9999]), np.array([4733, 1]))
-    assert [data.tokenizer.decode(row) for row in idx.tolist()] == ["1750+4733= 3846§", "9999+1111= 0"[:12].replace("1111", "0001")
-                                                                    + "0001"]
-    assert targets[1, -1] == data.tokenizer.ids["§"]
+    idx, targets = data.encode(np.array([1750, 9999]), np.array([4733, 1000]))
+    assert [data.tokenizer.decode(row) for row in idx.tolist()] == ["1750+4733= 3846§", "9999+1000= 99901"]
+    assert targets[:, -1].tolist() == [-1, data.tokenizer.ids["§"]]
 
 
 def test_no_held_out_pair_is_ever_trained_on_in_either_order():
