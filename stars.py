@@ -1,10 +1,10 @@
 """STARS: loops that never hurt, after "Stabilizing Recurrent Dynamics for Test-Time Scalable Latent Reasoning in Looped
 Language Models" (Yang et al., arXiv 2605.26733).
 
-A looped transformer iterates h^(t+1) = Phi(h^(t)). More loops than it was trained with help, or at least never hurt, if the
-iteration converges: if the spectral radius rho of the Jacobian J of Phi is below 1 at the state it tends to. STARS trains for
-that: external normalisation bounds the state, random loop counts move the supervised state towards the limit, and JSRR
-penalises ||J v||^2 for a random unit v: loss = (1 - lambda) CE + lambda ||J v||^2, at the state of the sampled loop.
+A looped transformer iterates h^(t+1) = Phi(h^(t)). More loops than it was trained with never hurt if the iteration
+converges: if the spectral radius rho of the Jacobian J of Phi is below 1 at the state it tends to. STARS trains for it:
+external normalisation bounds the state, random loop counts move the supervised state towards the limit, and JSRR
+penalises ||J v||^2 for a random unit v at the state of the sampled loop: loss = (1 - lambda) CE + lambda ||J v||^2.
 
     python train.py stars                                            # 4-digit addition with STARS
     python train.py stars --preset=baseline                          # the same model without: rises, peaks, collapses
@@ -13,9 +13,9 @@ penalises ||J v||^2 for a random unit v: loss = (1 - lambda) CE + lambda ||J v||
     python stars.py out/stars-addition                               # accuracy against loops, convergence, spectra
     python stars.py out/stars-addition --ask=1750+4733 --loops=1,2,4,8,64
 
-What one random v measures is *not* rho: E ||J v||^2 = ||J||_F^2 / N, the mean squared gain, for J v and for v J alike. Power
-steps on J (or on its transpose) go to the dominant eigenvector, hence to rho; on J^T J to the largest singular value.
-sigma_max >= rho always, and where J is far from normal, as a causal stack's is, all three differ: `spectrum` shows them.
+What one random v measures is *not* rho: E ||J v||^2 = ||J||_F^2 / N, the mean squared gain, for J v and J^T v alike.
+Power steps on J (or on its transpose) go to the dominant eigenvector, hence to rho; on J^T J to sigma_max, the largest
+singular value, which is at least rho. Where J is far from normal all three differ: `python stars.py RUN` prints them.
 
 Letters: B batch, T tokens, D width, h^(t) the (B, T, D) state after loop t, N = T D, J the (N, N) Jacobian of one loop.
 """
@@ -44,7 +44,7 @@ class Config:
     n_embd: int = 128  # width of the state, D
     mlp_width: int = 512  # hidden width of the MLP
     activation: Literal["gelu", "swiglu"] = "gelu"  # of the MLP
-    placement: Literal["pre", "post", "pre_sandwich", "post_sandwich"] = "post_sandwich"  # where a sublayer is normalised
+    placement: Literal["pre", "post", "pre_sandwich", "post_sandwich"] = "post_sandwich"  # of a sublayer's norms
     norm: Literal["layernorm", "rmsnorm", "simple"] = "layernorm"  # simple: LayerNorm without gain or bias
     residual_scale: float = 1.0  # alpha in alpha x + f(x); DeepNorm: (2 layers)^(1/4)
     state_norm: bool = False  # normalise the state after each loop, for the readout and for the next loop
@@ -61,7 +61,7 @@ class Config:
     l2_penalty: float = 0.0  # weight of mean ||h^(t) - h^(t-1)||, a remedy that fails
     jsrr_lambda: float = 0.1  # weight of JSRR against the cross-entropy, 0 to 1; 0: none
     jsrr_warmup: int = 400  # steps in which lambda rises to its value; from the start, it delays that of learning
-    jsrr_mode: Literal["vjp", "jvp"] = "vjp"  # v J in reverse mode or J v in forward mode: one step of each estimates the same
+    jsrr_mode: Literal["vjp", "jvp"] = "vjp"  # J^T v in reverse mode, cheaper here, or J v in forward mode
     jsrr_steps: int = 1  # power-iteration steps on v; only the last has a gradient
     jsrr_rows: float = 0.25  # share of the batch at which J is taken
     jsrr_detach: bool = False  # no gradient of JSRR through the state; costs one more loop of those rows
@@ -84,9 +84,10 @@ class Config:
             raise UserError(f"--digits={self.digits}: expected 2 to 8")
         if not 0 <= self.dropout < 1:
             raise UserError(f"--dropout={self.dropout}: expected a number from 0 up to, not including, 1")
-        if self.n_embd % (2 * self.n_head if self.positions == "rope" else self.n_head):
-            raise UserError(f"--n_embd={self.n_embd} is not divisible by " + (
-                f"2 x --n_head={self.n_head}, as rope needs" if self.positions == "rope" else f"--n_head={self.n_head}"))
+        if self.n_embd % self.n_head:
+            raise UserError(f"--n_embd={self.n_embd} is not divisible by --n_head={self.n_head}")
+        if self.positions == "rope" and self.n_embd // self.n_head % 2:
+            raise UserError(f"--positions=rope needs heads of an even width, not {self.n_embd // self.n_head}")
 
 
 TOY = dict(dataset="addition", optimizer="muon", muon_lr=0.008, lr=2e-3, max_steps=1500, batch_size=256, schedule="wsd",
@@ -127,7 +128,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention in elementary operations: the fused kernels have no second derivatives and no forward mode."""
+    """Causal, in elementary operations: the fused kernels have neither second derivatives nor forward mode."""
 
     def __init__(self, config):
         super().__init__()
@@ -165,7 +166,7 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.gated = config.activation == "swiglu"
-        self.up = nn.Linear(config.n_embd, config.mlp_width * (2 if self.gated else 1), bias=False)  # gate and up, if gated
+        self.up = nn.Linear(config.n_embd, config.mlp_width * (2 if self.gated else 1), bias=False)  # gate and up
         self.down = nn.Linear(config.mlp_width, config.n_embd, bias=False)
 
     def forward(self, x):
@@ -257,9 +258,8 @@ class LoopedTransformer(nn.Module):
     def loss(self, idx, targets, num_loops=None, jsrr_lambda=0.0):
         """(loss, metrics) for idx and targets (B, T), targets -1 where there is no loss.
 
-        In training (1 - lambda) CE + lambda JSRR at a sampled loop t, plus l2_penalty * mean ||h^(t) - h^(t-1)||; metrics:
-        loops, jsrr = mean ||J v||^2. In evaluation CE at num_loops, and exact, the share of rows that are right at every
-        target: by induction over the tokens, the share that greedy decoding gets right.
+        In training (1 - lambda) CE + lambda JSRR at a sampled loop t, plus l2_penalty * mean ||h^(t) - h^(t-1)||;
+        metrics: loops, jsrr = mean ||J v||^2. In evaluation CE at num_loops; metrics: exact.
         """
         c, h = self.config, self.embed(idx)
         t = num_loops or (int(sample_loops(c)) if self.training else c.num_loops)
@@ -267,21 +267,25 @@ class LoopedTransformer(nn.Module):
             h = self.step(h)
         before, jsrr = h, None
         h, jsrr = self.step_with_jsrr(h) if self.training and jsrr_lambda else (self.step(h), None)
-        rows, answer = self.normed(h), targets >= 0
-        loss, _ = cross_entropy(rows.flatten(0, 1), self.readout_weight, targets.clamp_min(0).flatten(),
+        answer = targets >= 0
+        loss, _ = cross_entropy(self.normed(h).flatten(0, 1), self.readout_weight, targets.clamp_min(0).flatten(),
                                 (answer / answer.sum()).flatten())
         if not self.training:
-            right = (F.linear(rows, self.readout_weight).argmax(-1) == targets) | ~answer
-            return loss, {"exact": right.all(1).float().mean()}
-        metrics = {"loops": torch.tensor(float(t))}
+            return loss, {"exact": self.exact(h, targets)}
+        metrics = {"loops": torch.tensor(float(t), device=idx.device)}
         if jsrr is not None:
             loss, metrics["jsrr"] = (1 - jsrr_lambda) * loss + jsrr_lambda * jsrr, jsrr
         if c.l2_penalty:
             loss = loss + c.l2_penalty * (h - before).float().norm(dim=-1).mean()
         return loss, metrics
 
+    def exact(self, h, targets):
+        """The share of rows that are right at every target, given the last state: by induction over the tokens, the
+        share whose whole answer greedy decoding gets right."""
+        return ((self.readout(h).argmax(-1) == targets) | (targets < 0)).all(1).float().mean()
+
     def step_with_jsrr(self, h):
-        """(h^(t), JSRR) from h = h^(t-1): the last loop, and the mean of ||J v||^2, J its Jacobian at jsrr_rows of the rows.
+        """(h^(t), JSRR) from h = h^(t-1): the last loop, and the mean of ||J v||^2 over jsrr_rows of the rows.
 
         One loop gives both: in forward mode it runs in dual numbers, in reverse mode its graph is walked back and
         differentiated again. Both need the blocks uncompiled: torch.compile has no second derivatives.
@@ -300,7 +304,7 @@ class LoopedTransformer(nn.Module):
         return after, Jv.to(torch.promote_types(Jv.dtype, torch.float32)).square().sum() / len(at)
 
     def flops_per_token(self):
-        """Training FLOPs per token at the mean loop count: 6 per weight used, 6 T D per causal attention; JSRR not counted."""
+        """Training FLOPs per token at the mean loop count, without JSRR's: 6 per weight used, 6 T D per attention."""
         c = self.config
         layer = sum(p.numel() for p in self.blocks[0].parameters() if p.ndim == 2) + c.block_size * c.n_embd
         loops = sample_loops(c, 10_000, torch.Generator().manual_seed(0)).float().mean().item()
@@ -329,7 +333,8 @@ class LoopedTransformer(nn.Module):
 
     def compute_dtype(self, device):
         """What the matrices are multiplied in here: autocast's dtype, or the weights'."""
-        return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else self.wte.weight.dtype
+        autocast = torch.is_autocast_enabled(device.type)
+        return torch.get_autocast_dtype(device.type) if autocast else self.wte.weight.dtype
 
 
 def sample_loops(config, n=1, generator=None):
@@ -360,8 +365,8 @@ def train_model(run):
             run.backward(loss, metrics)
         run.update()
     last = run.rows[-1]
-    run.say(f"{last['val_exact']:.2%} of the held-out sums exactly right at {run.config.num_loops} loops: see {run.out}/"
-            f"curves.png, then run\npython stars.py {run.out}")
+    run.say(f"{last['val_exact']:.2%} of the held-out sums exactly right at {run.config.num_loops} loops: see "
+            f"{run.out}/curves.png, then run\npython stars.py {run.out}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -387,9 +392,11 @@ def product(f, h, v, mode):
 
 @torch.no_grad()
 def power_iteration(model, h, steps, mode, generator=None):
-    """||J v|| before each of `steps` renormalisations, (steps, B), from a random unit v: the first is the one-step estimate.
-    On v <- J v (jvp) and J^T v (vjp) it tends to rho, or circles it where a complex pair dominates; on v <- J^T J v (both)
-    ||J v|| rises to sigma_max."""
+    """||J v|| at each of `steps` power steps, (steps, B), from a random unit v: the first is the one-step estimate.
+
+    v <- J v (jvp) and v <- J^T v (vjp) tend to rho, or circle it where a complex pair dominates; v <- J^T J v (both)
+    rises to sigma_max.
+    """
     v, gains = random_directions(h, generator), []
     for _ in range(steps):
         w = product(model.step, h, v, "vjp" if mode == "vjp" else "jvp")[1]
@@ -441,7 +448,7 @@ def trajectory(model, idx, num_loops):
 
 
 def convergence(model, idx, num_loops):
-    """(num_loops, 2): for t = 0 .. the mean over rows of ||h^(t+1) - h^(t)|| / ||h^(t)||, and mean ||h^(t+1)|| per token."""
+    """(num_loops, 2), for t = 0 ..: ||h^(t+1) - h^(t)|| / ||h^(t)||, mean over rows; ||h^(t+1)||, mean over tokens."""
     rows, before = [], None
     for h in trajectory(model, idx, num_loops):
         if before is not None:
@@ -523,34 +530,38 @@ def ask(path, question, loops):
     operands = re.fullmatch(rf"\s*([1-9]\d{{{d - 1}}})\s*\+\s*([1-9]\d{{{d - 1}}})\s*=?\s*", question, re.ASCII)
     if not operands:
         raise UserError(f"--ask={question!r}: this model was trained on sums of two numbers of {d} digits each, from "
-                        f"{10 ** (d - 1)} to {10 ** d - 1}, written like {'1750'.ljust(d, '2')[:d]}+{'4733'.ljust(d, '6')[:d]}")
+                        f"{10 ** (d - 1)} to {10 ** d - 1}, written like {'17504733'[:d]}+{'47331750'[:d]}")
     a, b = map(int, operands.groups())
     idx = torch.tensor([tokenizer.encode(f"{a}+{b}=")], device=model.wte.weight.device)
     for t in loops:
-        text = tokenizer.decode(model.generate(idx, d + 3, t)[0, idx.shape[1]:].tolist()).partition("§")[0]
-        answer = text.strip()[::-1]
-        print(f"loops {t:4d}:  {a}+{b}={text + '§':{d + 3}}  = {answer}  {'right' if answer == str(a + b) else 'wrong'}")
+        text, end, _ = tokenizer.decode(model.generate(idx, d + 3, t)[0].tolist()).partition("§")
+        answer = text[2 * d + 2:][::-1].rstrip()
+        print(f"loops {t:4d}:  {text + end:{3 * d + 5}}  {answer}, {'right' if answer == str(a + b) else 'wrong'}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sweeps: the normalisation study, and what each part of STARS does.
 
-def compare(runs, out, sums=500):
-    """Print exact match and mean ||h^(t)|| against loops for every run; write accuracy.csv and accuracy.png into out."""
+@torch.no_grad()
+def compare(runs, out):
+    """Print exact match and mean ||h^(t)|| of every run against loops; write accuracy.csv and accuracy.png into out."""
     loops, rows = [int(t) for t in LOOPS.split(",")], []
     for (condition, seed), path in runs.items():
         model, options, _ = train.load_model(path, "stars", LoopedTransformer)
-        idx, targets = held_out_sums(model, options, sums)
-        dynamics = convergence(model, idx[:100], max(loops))
-        rows.append({"condition": condition, "seed": seed} | {f"exact_{t}": exact_match(model, idx, targets, t) for t in loops}
-                    | {f"norm_{t}": dynamics[t - 1, 1].item() for t in loops}
-                    | {f"change_{t}": dynamics[t - 1, 0].item() for t in loops})
+        idx, targets = held_out_sums(model, options, 1000)
+        change, norm = convergence(model, idx[:250], max(loops)).T.tolist()
+        row = {"condition": condition, "seed": seed}
+        for t, h in enumerate(trajectory(model, idx, max(loops))):
+            if t in loops:
+                row |= {f"exact_{t}": model.exact(h, targets).item(), f"norm_{t}": norm[t - 1],
+                        f"change_{t}": change[t - 1]}
+        rows.append(row)
     train.write_csv(out / "accuracy.csv", rows)
-    for name, title, form in (("exact", "exact match, %", lambda x: f"{100 * x:9.1f}"),
-                              ("norm", "mean ||h^(t)|| per token", lambda x: f"{x:9.3g}")):
+    for name, title, form in (("exact", "exact match", "9.1%"), ("norm", "mean ||h^(t)||", "9.3g")):
         print(f"\n{title + ' at loops':34}" + "".join(f"{t:9d}" for t in loops))
         for row in rows:
-            print(f"{row['condition'] + ', seed ' + str(row['seed']):34}" + "".join(form(row[f"{name}_{t}"]) for t in loops))
+            cells = "".join(f"{row[f'{name}_{t}']:{form}}" for t in loops)
+            print(f"{row['condition'] + ', seed ' + str(row['seed']):34}{cells}")
     figure, axes = train.new_figure(3)
     labels = {"exact": "exact match", "norm": "mean ||h^(t)||", "change": "||h^(t) - h^(t-1)|| / ||h^(t-1)||"}
     for axis, (name, label) in zip(axes, labels.items()):

@@ -437,11 +437,11 @@ class TextData:
 
 
 class AdditionData:
-    """Sums made on the fly, `1750+4733= 3846§`: two numbers of `digits` digits, the answer reversed (its carries then run
-    left to right), an end mark, padding. Targets are -1 where there is no loss: before the answer and after its end.
+    """Sums made on the fly, `1750+4733= 3846§`: two numbers of `digits` digits, the answer reversed (so that carries run
+    forwards), an end mark, padding. Targets are -1 where there is no loss: before the answer and after its end.
 
-    A pair is held out if a hash of it, the same for a + b and b + a, falls into one bucket of 32; no training batch draws
-    one of those, and the validation split draws no other, the same at every seed and in every run.
+    A pair is held out if a hash of it, the same for a + b and b + a, falls into one bucket of 32: no training batch draws
+    such a pair, and the validation split draws no other, the same ones at every seed.
     """
     vocab = [*"0123456789+= §_"]
 

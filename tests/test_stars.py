@@ -48,8 +48,8 @@ def generator(seed=0):
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("fields", [{}, dict(positions="rope", activation="swiglu", residual_scale=2 ** 0.25, tied=False,
-                                             n_prelude=1, n_coda=1, n_layer=2, state_norm=True)])
+@pytest.mark.parametrize("fields", [{}, dict(positions="rope", activation="swiglu", residual_scale=2 ** 0.25, n_layer=2,
+                                             n_prelude=1, n_coda=1, tied=False, state_norm=True)])
 def test_every_structure_decodes_the_same_with_a_cache_slot_per_loop_and_layer(placement, norm, fields):
     model = small_model(placement=placement, norm=norm, **fields)
     idx, _ = small_data().batch("val", 0)
@@ -59,7 +59,7 @@ def test_every_structure_decodes_the_same_with_a_cache_slot_per_loop_and_layer(p
         assert cached.shape == (16, 11) and torch.equal(cached[:, :6], idx[:, :6])
 
 
-@pytest.mark.parametrize("fields", [{}, dict(placement="pre_sandwich", norm="rmsnorm", positions="rope", state_norm=True)])
+@pytest.mark.parametrize("fields", [{}, dict(placement="pre_sandwich", norm="rmsnorm", state_norm=True, n_layer=2)])
 def test_the_loop_map_is_a_pure_function_of_each_row_of_the_state(fields):
     model, h = small_model(**fields), state()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -89,15 +89,14 @@ def test_placements_are_the_formulas_of_the_normalisation_study(placement):
     block = model.blocks[0]
     n = lambda y: (y - y.mean(-1, keepdim=True)) / (y.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
     for f in (block.attn, block.mlp):
-        x = {"pre": lambda: a * x + f(n(x)), "post": lambda: n(a * x + f(x)), "pre_sandwich": lambda: a * x + n(f(n(x))),
-             "post_sandwich": lambda: n(a * x + f(n(x)))}[placement]()
+        x = {"pre": lambda: a * x + f(n(x)), "pre_sandwich": lambda: a * x + n(f(n(x))),
+             "post": lambda: n(a * x + f(x)), "post_sandwich": lambda: n(a * x + f(n(x)))}[placement]()
     assert torch.allclose(block(state()), x, atol=1e-9)
 
 
 def test_rope_sees_only_distances():
     model = small_model(positions="rope")
-    q, k = state(rows=2, T=10, seed=3).view(2, 1, 10, 8).chunk(2)
-    q, k = q[..., :1, :].expand(1, 1, 10, 8)[..., :4], k[..., :1, :].expand(1, 1, 10, 8)[..., :4]  # the same at all places
+    q, k = state(rows=2, T=1, D=4, seed=3).view(2, 1, 1, 1, 4).expand(2, 1, 1, 10, 4)  # the same at all places
     scores = (stars.rotate(q, model.rope) @ stars.rotate(k, model.rope).transpose(-2, -1))[0, 0]
     for distance in range(10):
         along = scores.diagonal(-distance)
@@ -268,7 +267,7 @@ def test_sums_are_right_reversed_and_masked(digits):
             supervised = data.tokenizer.decode([t for t in wanted if t >= 0])
             assert len(a) == len(b) == digits and a[0] != "0" != b[0]
             assert supervised == f" {str(int(a) + int(b))[::-1]}§"
-            assert (answer + "§").rstrip("_").startswith(supervised.rstrip("§")) and wanted[:2 * digits + 1] == [-1] * (2 * digits + 1)
+            assert answer.startswith(supervised[:-1]) and set(wanted[:2 * digits + 1]) == {-1}
 
 
 def test_the_example_of_the_docs():
@@ -280,7 +279,8 @@ def test_the_example_of_the_docs():
 
 def test_no_held_out_pair_is_ever_trained_on_in_either_order():
     data = small_data(batch_size=4000)
-    pairs = {split: {tuple(p) for i in range(5) for p in data.operands(split, i, 4000).T.tolist()} for split in ("train", "val")}
+    pairs = {split: {tuple(pair) for i in range(5) for pair in data.operands(split, i, 4000).T.tolist()}
+             for split in ("train", "val")}
     assert len(pairs["train"]) > 7000 and 150 < len(pairs["val"]) < 400
     assert not pairs["train"] & pairs["val"] and not pairs["train"] & {(b, a) for a, b in pairs["val"]}
 
@@ -289,7 +289,8 @@ def test_batches_are_a_function_of_seed_and_index_and_held_out_sums_of_the_index
     one, other = small_data(seed=1), small_data(seed=2)
     same = lambda x, y: torch.equal(x[0], y[0]) and torch.equal(x[1], y[1])
     assert same(one.batch("train", 5), small_data(seed=1).batch("train", 5))
-    assert not same(one.batch("train", 5), one.batch("train", 6)) and not same(one.batch("train", 5), other.batch("train", 5))
+    assert not same(one.batch("train", 5), one.batch("train", 6))
+    assert not same(one.batch("train", 5), other.batch("train", 5))
     assert same(one.batch("val", 5), other.batch("val", 5))
     halves = [one.batch("train", 5, rank, 2)[0] for rank in (0, 1)]
     assert torch.equal(torch.stack(halves, 1).flatten(0, 1), one.batch("train", 5)[0])
@@ -299,8 +300,8 @@ def test_batches_are_a_function_of_seed_and_index_and_held_out_sums_of_the_index
 def run(tmp_path_factory):
     """Two-digit sums, trained until most are right: the path of the run."""
     out = tmp_path_factory.mktemp("stars") / "run"
-    train.main(["stars", "--digits=2", "--n_embd=64", "--mlp_width=256", "--max_steps=240", "--batch_size=128", "--loop_mu=1",
-                f"--out_dir={out}", "--eval_interval=120", "--eval_batches=2", f"--data_dir={out.parent}"])
+    train.main(["stars", "--digits=2", "--n_embd=64", "--mlp_width=256", "--max_steps=240", "--batch_size=128",
+                "--loop_mu=1", "--eval_interval=120", "--eval_batches=2", f"--out_dir={out}", f"--data_dir={out}"])
     return out
 
 
@@ -318,8 +319,8 @@ def test_greedy_decoding_is_right_exactly_where_every_forced_token_is(run):
 
 
 def test_resuming_is_exact(run, tmp_path):
-    command = ["stars", "--digits=2", "--n_embd=16", "--mlp_width=32", "--batch_size=8", "--log_interval=1", "--dropout=0.1",
-               "--eval_batches=1", f"--data_dir={tmp_path}", "--max_steps=8", "--eval_interval=4", "--schedule=constant"]
+    command = ["stars", "--digits=2", "--n_embd=16", "--mlp_width=32", "--batch_size=8", "--max_steps=8",
+               "--dropout=0.1", "--schedule=constant", "--log_interval=1", "--eval_interval=4", "--eval_batches=1"]
     train.main(command + [f"--out_dir={tmp_path}/whole"])
     train.main(command + [f"--out_dir={tmp_path}/parts", "--max_steps=4"])
     train.main(["stars", f"--out_dir={tmp_path}/parts", "--resume", "--max_steps=8"])
@@ -347,8 +348,8 @@ def test_a_sweep_prints_one_row_per_condition(tmp_path, capsys, monkeypatch):
     conditions, report = stars.SWEEPS["ablation"]
     monkeypatch.setitem(stars.SWEEPS, "ablation", ({k: conditions[k] for k in ("fixed", "random+jsrr")}, report))
     monkeypatch.setattr(stars, "LOOPS", "1,4")
-    train.main(["stars", "--sweep=ablation", "--digits=2", "--n_embd=16", "--mlp_width=32", "--batch_size=8", "--max_steps=2",
-                "--eval_batches=1", f"--data_dir={tmp_path}", f"--out_dir={tmp_path}/sweep"])
+    train.main(["stars", "--sweep=ablation", "--digits=2", "--n_embd=16", "--mlp_width=32", "--batch_size=8",
+                "--max_steps=2", "--eval_batches=1", f"--out_dir={tmp_path}/sweep"])
     assert len(train.read_csv(tmp_path / "sweep/accuracy.csv")) == 2 and "random+jsrr" in capsys.readouterr().out
 
 
@@ -360,7 +361,7 @@ def test_a_sweep_prints_one_row_per_condition(tmp_path, capsys, monkeypatch):
     (["--min_loops=9", "--max_loops=4"], "--max_loops=4 is below --min_loops=9"),
     (["--digits=9"], "--digits=9: expected 2 to 8"), (["--digits=1"], "expected 2 to 8"),
     (["--jsrr_rows=0"], "share of the batch"), (["--placement=sideways"], "invalid choice"),
-    (["--n_embd=130"], "not divisible"), (["--n_embd=4", "--positions=rope"], "as rope needs"),
+    (["--n_embd=130"], "not divisible"), (["--n_embd=12", "--positions=rope"], "heads of an even width"),
 ])
 def test_bad_settings_are_named_in_one_line(arguments, message, tmp_path):
     with pytest.raises(train.UserError) as error:
@@ -368,9 +369,10 @@ def test_bad_settings_are_named_in_one_line(arguments, message, tmp_path):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("question", ["17", "17+", "17+4733", "a+b", "-17+47", "17+-4", "07+11", "17+47+11", "17*47", "1７+47", "="])
+@pytest.mark.parametrize("question", ["17", "17+", "17+4733", "a+b", "-17+47", "17+-4", "07+11", "17+47+11", "17*47",
+                                      "1７+47", "="])
 def test_sums_it_was_not_trained_on_are_refused_in_one_line(run, question):
-    with pytest.raises(train.UserError, match="trained on sums of two numbers of 2 digits each, from 10 to 99") as error:
+    with pytest.raises(train.UserError, match="trained on sums of two numbers of 2 digits each, from 10 to") as error:
         stars.main([str(run), f"--ask={question}"])
     assert "\n" not in str(error.value)
 
