@@ -60,7 +60,7 @@ class Config:
     max_loops: int = 16  # and from above, and end here
     l2_penalty: float = 0.0  # weight of mean ||h^(t) - h^(t-1)||, a remedy that fails
     jsrr_lambda: float = 0.1  # weight of JSRR against the cross-entropy, 0 to 1; 0: none
-    jsrr_start: int = 500  # the last step without JSRR: a loop made to contract before it computes learns late
+    jsrr_warmup: int = 400  # steps in which lambda rises to its value: a loop that contracts too soon learns late
     jsrr_mode: Literal["vjp", "jvp"] = "vjp"  # J^T v in reverse mode, cheaper here, or J v in forward mode
     jsrr_steps: int = 1  # power-iteration steps on v; only the last has a gradient
     jsrr_rows: float = 0.25  # share of the batch at which J is taken
@@ -69,7 +69,7 @@ class Config:
     def __post_init__(self):
         check_at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "mlp_width", "num_loops",
                        "min_loops", "jsrr_steps")
-        check_at_least(self, 0, "n_prelude", "n_coda", "residual_scale", "loop_sigma", "l2_penalty", "jsrr_start")
+        check_at_least(self, 0, "n_prelude", "n_coda", "residual_scale", "loop_sigma", "l2_penalty", "jsrr_warmup")
         if not self.max_loops >= self.min_loops:
             raise UserError(f"--max_loops={self.max_loops} is below --min_loops={self.min_loops}")
         if not math.isfinite(self.loop_mu):
@@ -96,7 +96,7 @@ PRESETS = {
     "addition": TOY,
     "baseline": TOY | dict(loop_sampling="fixed", jsrr_lambda=0.0),
     "paper": dict(dataset="addition", n_head=8, n_embd=512, mlp_width=1024, dropout=0.1, loop_mu=2.0, loop_sigma=0.7,
-                  max_loops=100, num_loops=8, jsrr_start=0, jsrr_rows=1.0, lr=1e-4, warmup_steps=2000,
+                  max_loops=100, num_loops=8, jsrr_warmup=0, jsrr_rows=1.0, lr=1e-4, warmup_steps=2000,
                   schedule="cosine", max_steps=10_000, batch_size=512, log_interval=50, eval_interval=500, eval_batches=4),
 }
 SHOW = ("loops", "jsrr", "val_exact")  # printed beside the loss, and drawn in curves.png
@@ -358,7 +358,7 @@ def sample_loops(config, n=1, generator=None):
 def train_model(run):
     model = run.start(LoopedTransformer(run.config))
     for step in run.steps():
-        jsrr_lambda = run.config.jsrr_lambda if step > run.config.jsrr_start else 0.0
+        jsrr_lambda = run.config.jsrr_lambda * min(1, step / max(1, run.config.jsrr_warmup))
         for idx, targets in run.batches():
             with run.autocast():
                 loss, metrics = model.loss(idx, targets, jsrr_lambda=jsrr_lambda)
