@@ -97,7 +97,8 @@ PRESETS = {
     "baseline": TOY | dict(loop_sampling="fixed", jsrr_lambda=0.0),
     "paper": dict(dataset="addition", n_head=8, n_embd=512, mlp_width=1024, dropout=0.1, loop_mu=2.0, loop_sigma=0.7,
                   max_loops=100, num_loops=8, jsrr_warmup=0, jsrr_rows=1.0, lr=1e-4, warmup_steps=2000,
-                  schedule="cosine", max_steps=10_000, batch_size=512, log_interval=50, eval_interval=500, eval_batches=4),
+                  schedule="cosine", max_steps=10_000, batch_size=512, log_interval=50, eval_interval=500,
+                  eval_batches=4),
 }
 SHOW = ("loops", "jsrr", "val_exact")  # printed beside the loss, and drawn in curves.png
 LOOPS = "1,2,3,4,6,8,16,32,64,128,256"  # where accuracy is measured
