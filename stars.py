@@ -266,7 +266,7 @@ class LoopedTransformer(nn.Module):
         t = num_loops or (int(sample_loops(c)) if self.training else c.num_loops)
         for _ in range(t - 1):
             h = self.step(h)
-        before, jsrr = h, None
+        before = h
         h, jsrr = self.step_with_jsrr(h) if self.training and jsrr_lambda else (self.step(h), None)
         answer = targets >= 0
         loss, _ = cross_entropy(self.normed(h).flatten(0, 1), self.readout_weight, targets.clamp_min(0).flatten(),
