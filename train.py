@@ -32,7 +32,7 @@ class UserError(ValueError):
 
 @dataclasses.dataclass
 class Options:
-    dataset: str = "python-docs"  # python-docs, shakespeare, wikitext-2, wikitext-103, or the path of a UTF-8 text file
+    dataset: str = "python-docs"  # python-docs, shakespeare, wikitext-2, wikitext-103, addition, or a UTF-8 text file
     tokenizer: Literal["char", "regex", "gpt2"] = "char"  # characters; words and runs of white space; GPT-2's BPE
     data_dir: str = "data"  # where downloads and token caches are kept
     out_dir: str = ""  # the run directory; empty: out/MODEL-PRESET
@@ -145,7 +145,7 @@ SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/
 WIKITEXT = {"wikitext-2": ("https://wikitext.smerity.com/wikitext-2-raw-v1.zip", None, None),
             "wikitext-103": ("https://wikitext.smerity.com/wikitext-103-raw-v1.zip", 191984949, None)}
 PARALLEL_BYTES = 1 << 24  # texts from this size on are tokenized on all cores
-DATASETS = ("python-docs", "shakespeare", *WIKITEXT)
+DATASETS = ("python-docs", "shakespeare", *WIKITEXT, "addition")
 
 
 def download(url, path, size=None, sha256=None, tries=3):
@@ -458,9 +458,63 @@ class TextData:
         return rows[:, :-1], rows[:, 1:]
 
 
+class AdditionData:
+    """Sums made on the fly, `1750+4733= 3846§`: two numbers of `digits` digits, the answer reversed (so that carries run
+    forwards), an end mark, padding. Targets are -1 where there is no loss: before the answer and after its end.
+
+    A pair is held out if a hash of it, the same for a + b and b + a, falls into one bucket of 32: no training batch draws
+    such a pair, and the validation split draws no other, the same ones at every seed.
+    """
+    vocab = [*"0123456789+= §_"]
+
+    def __init__(self, options, config):
+        self.options, self.digits, self.T = options, config.digits, 3 * config.digits + 4
+        self.tokenizer = Tokenizer("char", self.vocab)
+        self.vocab_size = self.tokenizer.vocab_size
+        self.batches_per_epoch = max(1, (9 * 10 ** (self.digits - 1)) ** 2 // options.batch_size)
+
+    @staticmethod
+    def held_out(a, b):
+        """Whether each pair of operands belongs to the validation split."""
+        low, high = np.minimum(a, b).astype(np.uint64), np.maximum(a, b).astype(np.uint64)
+        mixed = (low * np.uint64(0x9E3779B97F4A7C15) + high) * np.uint64(0xD1B54A32D192ED03)  # modulo 2^64
+        return mixed >> np.uint64(59) == 0
+
+    def operands(self, split, i, n):
+        """n pairs of operands, (2, n), of batch i of a split."""
+        rng = np.random.default_rng([self.options.seed, i] if split == "train" else [i])
+        a, b = drawn = rng.integers(10 ** (self.digits - 1), 10 ** self.digits, (2, n))
+        while (wrong := self.held_out(a, b) == (split == "train")).any():
+            drawn[:, wrong] = rng.integers(10 ** (self.digits - 1), 10 ** self.digits, (2, wrong.sum()))
+        return drawn
+
+    def encode(self, a, b):
+        """The sums as (idx, targets), each (n, T) int64."""
+        d, plus, equals, space, end, pad = self.digits, *range(10, 15)
+        column = lambda token: np.full((len(a), 1), token)
+        digit = lambda x, places: x[:, None] // 10 ** np.array(places) % 10
+        size = np.where(a + b >= 10 ** d, d + 1, d)[:, None]  # digits of the answer
+        place = np.arange(d + 2)
+        answer = np.where(place < size, digit(a + b, range(d + 2)), np.where(place == size, end, pad))
+        most_first = range(d - 1, -1, -1)
+        rows = torch.from_numpy(np.hstack([digit(a, most_first), column(plus), digit(b, most_first), column(equals),
+                                           column(space), answer]))
+        targets = rows[:, 1:].masked_fill(rows[:, 1:] == pad, -1)
+        targets[:, :2 * d + 1] = -1
+        return rows[:, :-1], targets
+
+    def batch(self, split, i, rank=0, world=1):
+        a, b = self.operands(split, i, self.options.batch_size)
+        return self.encode(a[rank::world], b[rank::world])
+
+
 def load_data(options, config):
-    """The data of `options.dataset`, whose tokenizer then fixes config.vocab_size."""
-    return TextData(options, config)
+    """The data of `options.dataset`, which then fixes config.vocab_size and config.block_size."""
+    if options.dataset != "addition":
+        return TextData(options, config)
+    if not hasattr(config, "digits"):
+        raise UserError("--dataset=addition is the task of stars: python train.py stars")
+    return AdditionData(options, config)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -654,7 +708,7 @@ class Run:
             dist.barrier()
         if not self.first:
             self.data = load_data(options, config)
-        self.config = dataclasses.replace(config, vocab_size=self.data.vocab_size)
+        self.config = dataclasses.replace(config, vocab_size=self.data.vocab_size, block_size=self.data.T)
         self.max_steps = options.max_steps or options.epochs * self.data.batches_per_epoch // options.grad_accum
         if not self.max_steps:
             raise UserError(f"--epochs={options.epochs} has not one step of {options.batch_size} x {options.grad_accum} windows")
@@ -806,7 +860,8 @@ class Run:
             line += f"  {row['tokens_per_sec']:,.0f} tok/s  mfu {row['mfu']:.1%}  {left // 60}:{left % 60:02} left"
         if evaluate:
             row |= self.evaluate()
-            line += f"  val {row['val_loss']:.4f}"
+            line += f"  val {row['val_loss']:.4f}" + "".join(
+                f"  {k} {row[k]:.4g}" for k in self.show if k.startswith("val_"))
         self.say(line)
         self.rows.append(row)
         if self.first:

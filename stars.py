@@ -1,0 +1,621 @@
+"""STARS: loops that never hurt, after "Stabilizing Recurrent Dynamics for Test-Time Scalable Latent Reasoning in Looped
+Language Models" (Yang et al., arXiv 2605.26733).
+
+A looped transformer iterates h^(t+1) = Phi(h^(t)). More loops than it was trained with never hurt if the iteration
+converges: if the spectral radius rho of the Jacobian J of Phi is below 1 at the state it tends to. STARS trains for it:
+external normalisation bounds the state, random loop counts move the supervised state towards the limit, and JSRR
+penalises ||J v||^2 for a random unit v at the state of the sampled loop: loss = (1 - lambda) CE + lambda ||J v||^2.
+
+    python train.py stars                                            # 4-digit addition with STARS
+    python train.py stars --preset=baseline                          # the same model without: rises, peaks, collapses
+    python train.py stars --sweep=normalization                      # 4 placements x 3 types
+    python train.py stars --sweep=ablation                           # loops and remedies
+    python stars.py out/stars-addition                               # accuracy against loops, convergence, spectra
+    python stars.py out/stars-addition --ask=1750+4733 --loops=1,2,4,8,64
+
+What one random v measures is *not* rho: E ||J v||^2 = ||J||_F^2 / N, the mean squared gain, for J v and J^T v alike.
+Power steps on J (or on its transpose) go to the dominant eigenvector, hence to rho; on J^T J to sigma_max, the largest
+singular value, which is at least rho. Where J is far from normal all three differ: `python stars.py RUN` prints them.
+
+Letters: B batch, T tokens, D width, h^(t) the (B, T, D) state after loop t, N = T D, J the (N, N) Jacobian of one loop.
+"""
+import copy, math, re, sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import train
+from train import UserError, check_at_least, cross_entropy
+
+
+@dataclass
+class Config:
+    vocab_size: int = 15  # types; the data set it
+    block_size: int = 16  # tokens in a window, T; the addition data set it
+    digits: int = 4  # digits of each operand of the sums, 2 to 8
+    n_layer: int = 1  # layers in the stack that is looped
+    n_prelude: int = 0  # layers before the loop
+    n_coda: int = 0  # layers after the loop
+    n_head: int = 4  # attention heads
+    n_embd: int = 128  # width of the state, D
+    mlp_width: int = 512  # hidden width of the MLP
+    activation: Literal["gelu", "swiglu"] = "gelu"  # of the MLP
+    placement: Literal["pre", "post", "pre_sandwich", "post_sandwich"] = "post_sandwich"  # of a sublayer's norms
+    norm: Literal["layernorm", "rmsnorm", "simple"] = "layernorm"  # simple: LayerNorm without gain or bias
+    residual_scale: float = 1.0  # alpha in alpha x + f(x); DeepNorm: (2 layers)^(1/4)
+    state_norm: bool = False  # normalise the state after each loop, for the readout and for the next loop
+    positions: Literal["learned", "rope"] = "learned"  # position embeddings, or rotations of queries and keys
+    rope_theta: float = 10_000.0  # the slowest rotation's period is about 2 pi theta
+    tied: bool = True  # the readout multiplies with the input embeddings
+    dropout: float = 0.0  # on the embeddings and on each sublayer's output
+    num_loops: int = 4  # loops when fixed, the Poisson mean, and the loops of an evaluation
+    loop_sampling: Literal["fixed", "lognormal", "poisson", "uniform"] = "lognormal"  # t of each training step
+    loop_mu: float = 1.4  # log-normal: log of the median
+    loop_sigma: float = 0.5  # log-normal: std of the log
+    min_loops: int = 1  # random t are clipped from below, and uniform ones start here
+    max_loops: int = 16  # and from above, and end here
+    l2_penalty: float = 0.0  # weight of mean ||h^(t) - h^(t-1)||, a remedy that fails
+    jsrr_lambda: float = 0.1  # weight of JSRR against the cross-entropy, 0 to 1; 0: none
+    jsrr_warmup: int = 400  # steps in which lambda rises to its value: a loop that contracts too soon learns late
+    jsrr_mode: Literal["vjp", "jvp"] = "vjp"  # J^T v in reverse mode, cheaper here, or J v in forward mode
+    jsrr_steps: int = 1  # power-iteration steps on v; only the last has a gradient
+    jsrr_rows: float = 0.25  # share of the batch at which J is taken
+    jsrr_detach: bool = False  # no gradient of JSRR through the state; costs one more loop of those rows
+
+    def __post_init__(self):
+        check_at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "mlp_width", "num_loops",
+                       "min_loops", "jsrr_steps")
+        check_at_least(self, 0, "n_prelude", "n_coda", "residual_scale", "loop_sigma", "l2_penalty", "jsrr_warmup")
+        if not self.max_loops >= self.min_loops:
+            raise UserError(f"--max_loops={self.max_loops} is below --min_loops={self.min_loops}")
+        if not math.isfinite(self.loop_mu):
+            raise UserError(f"--loop_mu={self.loop_mu}: expected a number")
+        if not self.rope_theta > 0:
+            raise UserError(f"--rope_theta={self.rope_theta}: expected a number above 0")
+        if not 0 <= self.jsrr_lambda <= 1:
+            raise UserError(f"--jsrr_lambda={self.jsrr_lambda}: expected a number from 0 to 1")
+        if not 0 < self.jsrr_rows <= 1:
+            raise UserError(f"--jsrr_rows={self.jsrr_rows}: expected a share of the batch, above 0 and at most 1")
+        if not 2 <= self.digits <= 8:
+            raise UserError(f"--digits={self.digits}: expected 2 to 8")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"--dropout={self.dropout}: expected a number from 0 up to, not including, 1")
+        if self.n_embd % self.n_head:
+            raise UserError(f"--n_embd={self.n_embd} is not divisible by --n_head={self.n_head}")
+        if self.positions == "rope" and self.n_embd // self.n_head % 2:
+            raise UserError(f"--positions=rope needs heads of an even width, not {self.n_embd // self.n_head}")
+
+
+TOY = dict(dataset="addition", optimizer="muon", muon_lr=0.008, lr=2e-3, max_steps=1500, batch_size=256, schedule="wsd",
+           decay_share=0.4, warmup_steps=20, log_interval=25, eval_interval=250, eval_batches=4)
+PRESETS = {
+    "addition": TOY,
+    "baseline": TOY | dict(loop_sampling="fixed", jsrr_lambda=0.0),
+    "paper": dict(dataset="addition", n_head=8, n_embd=512, mlp_width=1024, dropout=0.1, loop_mu=2.0, loop_sigma=0.7,
+                  max_loops=100, num_loops=8, jsrr_warmup=0, jsrr_rows=1.0, lr=1e-4, warmup_steps=2000,
+                  schedule="cosine", max_steps=10_000, batch_size=512, log_interval=50, eval_interval=500,
+                  eval_batches=4),
+}
+SHOW = ("loops", "jsrr", "val_exact")  # printed beside the loss, and drawn in curves.png
+LOOPS = "1,2,3,4,6,8,16,32,64,128,256"  # where accuracy is measured
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+
+class Norm(nn.Module):
+    """layernorm: (h - mean) / std * gain + bias. rmsnorm: h / rms * gain. simple: (h - mean) / std.
+
+    In PyTorch 2.13 the gradient of F.layer_norm's forward-mode derivative is wrong; that of F.rms_norm's is right.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.kind, self.by_rms, D = config.norm, config.jsrr_mode == "jvp", config.n_embd
+        self.gain = nn.Parameter(torch.ones(D)) if self.kind != "simple" else None
+        self.bias = nn.Parameter(torch.zeros(D)) if self.kind == "layernorm" else None
+
+    def forward(self, h):
+        if self.kind == "rmsnorm":
+            return F.rms_norm(h, h.shape[-1:], self.gain, 1e-6)
+        if self.by_rms:
+            h = F.rms_norm(h - h.mean(-1, keepdim=True), h.shape[-1:], self.gain, 1e-6)
+            return h if self.bias is None else h + self.bias
+        return F.layer_norm(h, h.shape[-1:], self.gain, self.bias, 1e-6)
+
+
+class Attention(nn.Module):
+    """Causal, in elementary operations: the fused kernels have neither second derivatives nor forward mode."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x, rope=None, cache=None, start=0):
+        B, T, D = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)  # each (B, nh, T, hs)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        if cache is not None:  # (2, B, nh, block_size, hs): this (loop, layer)'s keys and values so far
+            cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
+            k, v = cache[:, :, :, :start + T]
+        future = torch.ones(T, start + T, dtype=torch.bool, device=x.device).triu(start + 1)
+        weights = (q @ k.transpose(-2, -1) / math.sqrt(D // self.n_head)).masked_fill(future, -math.inf).softmax(-1)
+        return self.out((weights.to(v.dtype) @ v).transpose(1, 2).reshape(B, T, D))
+
+
+def rope_table(config):
+    """cos and sin, (2, block_size, hs): position times theta^(-2i / hs), in the half-rotation layout."""
+    hs = config.n_embd // config.n_head
+    angles = torch.arange(config.block_size)[:, None] * config.rope_theta ** (-torch.arange(0, hs, 2) / hs)
+    return torch.stack([angles.cos(), angles.sin()]).repeat(1, 1, 2)
+
+
+def rotate(x, rope):
+    """Queries or keys (B, nh, T, hs), each pair (x1, x2) turned by its position's angle."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat([-x2, x1], dim=-1) * rope[1]).to(x.dtype)
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gated = config.activation == "swiglu"
+        self.up = nn.Linear(config.n_embd, config.mlp_width * (2 if self.gated else 1), bias=False)  # gate and up
+        self.down = nn.Linear(config.mlp_width, config.n_embd, bias=False)
+
+    def forward(self, x):
+        if self.gated:
+            gate, up = self.up(x).chunk(2, dim=-1)
+            return self.down(F.silu(gate) * up)
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each with its norm where the placement puts it (the paper's normalisation study)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.placement, self.alpha = config.placement, config.residual_scale
+        self.attn, self.mlp = Attention(config), MLP(config)
+        first = config.placement != "post"  # norms on a sublayer's input
+        last = config.placement != "pre"  # and on its output
+        self.norm1, self.norm3 = (Norm(config) if first else None for _ in range(2))
+        self.norm2, self.norm4 = (Norm(config) if last else None for _ in range(2))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x, rope=None, cache=None, start=0):
+        x = self.sublayer(x, lambda y: self.dropout(self.attn(y, rope, cache, start)), self.norm1, self.norm2)
+        return self.sublayer(x, lambda y: self.dropout(self.mlp(y)), self.norm3, self.norm4)
+
+    def sublayer(self, x, f, norm_in, norm_out):
+        residual = x if self.alpha == 1 else self.alpha * x
+        match self.placement:
+            case "pre":
+                return residual + f(norm_in(x))
+            case "post":
+                return norm_out(residual + f(x))
+            case "pre_sandwich":
+                return residual + norm_out(f(norm_in(x)))
+            case "post_sandwich":
+                return norm_out(residual + f(norm_in(x)))
+
+
+class LoopedTransformer(nn.Module):
+    """Embeddings, prelude, one stack applied t times, coda, readout."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, D = config, config.n_embd
+        self.wte = nn.Embedding(config.vocab_size, D)
+        self.wpe = nn.Embedding(config.block_size, D) if config.positions == "learned" else None
+        self.register_buffer("rope", rope_table(config) if config.positions == "rope" else None, persistent=False)
+        self.blocks = nn.ModuleList([Block(config) for _ in range(config.n_prelude + config.n_layer + config.n_coda)])
+        self.norm = Norm(config)
+        self.head = None if config.tied else nn.Linear(D, config.vocab_size, bias=False)
+        self.dropout = nn.Dropout(config.dropout)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def run_blocks(self, h, first, n, cache, start):
+        rope = None if self.rope is None else self.rope[:, start:start + h.shape[1]]
+        for i, block in enumerate(self.blocks[first:first + n]):
+            h = block(h, rope, None if cache is None else cache[i], start)
+        return h
+
+    def embed(self, idx, cache=None, start=0):
+        """h^(0), (B, T, D), of tokens (B, T) at positions start ..: embeddings, then the prelude."""
+        h = self.wte(idx)
+        if self.wpe is not None:
+            h = h + self.wpe.weight[start:start + idx.shape[1]]
+        return self.run_blocks(self.dropout(h), 0, self.config.n_prelude, cache, start)
+
+    def step(self, h, cache=None, start=0):
+        """The loop map Phi, (B, T, D) -> (B, T, D), row by row; without a cache a pure function of the state."""
+        h = self.run_blocks(h, self.config.n_prelude, self.config.n_layer, cache, start)
+        return self.norm(h) if self.config.state_norm else h
+
+    def normed(self, h, cache=None, start=0):
+        """What the readout's matrix is multiplied with: coda, then the final norm, unless the loop has applied it."""
+        c = self.config
+        h = self.run_blocks(h, c.n_prelude + c.n_layer, c.n_coda, cache, start)
+        return h if c.state_norm and not c.n_coda else self.norm(h)
+
+    @property
+    def readout_weight(self):
+        return self.wte.weight if self.head is None else self.head.weight
+
+    def readout(self, h, cache=None, start=0):
+        """Logits, (B, T, D) -> (B, T, V)."""
+        return F.linear(self.normed(h, cache, start), self.readout_weight)
+
+    def loss(self, idx, targets, num_loops=None, jsrr_lambda=0.0):
+        """(loss, metrics) for idx and targets (B, T), targets -1 where there is no loss.
+
+        In training (1 - lambda) CE + lambda JSRR at a sampled loop t, plus l2_penalty * mean ||h^(t) - h^(t-1)||;
+        metrics: loops, jsrr = mean ||J v||^2. In evaluation CE at num_loops; metrics: exact.
+        """
+        c, h = self.config, self.embed(idx)
+        t = num_loops or (int(sample_loops(c)) if self.training else c.num_loops)
+        for _ in range(t - 1):
+            h = self.step(h)
+        before = h
+        h, jsrr = self.step_with_jsrr(h) if self.training and jsrr_lambda else (self.step(h), None)
+        answer = targets >= 0
+        loss, _ = cross_entropy(self.normed(h).flatten(0, 1), self.readout_weight, targets.clamp_min(0).flatten(),
+                                (answer / answer.sum()).flatten())
+        if not self.training:
+            return loss, {"exact": self.exact(h, targets)}
+        metrics = {"loops": torch.tensor(float(t), device=idx.device)}
+        if jsrr is not None:
+            loss, metrics["jsrr"] = (1 - jsrr_lambda) * loss + jsrr_lambda * jsrr, jsrr
+        if c.l2_penalty:
+            loss = loss + c.l2_penalty * (h - before).float().norm(dim=-1).mean()
+        return loss, metrics
+
+    def exact(self, h, targets):
+        """The share of rows that are right at every target, given the last state: by induction over the tokens, the
+        share whose whole answer greedy decoding gets right."""
+        return ((self.readout(h).argmax(-1) == targets) | (targets < 0)).all(1).float().mean()
+
+    def step_with_jsrr(self, h):
+        """(h^(t), JSRR) from h = h^(t-1): the last loop, and the mean of ||J v||^2 over jsrr_rows of the rows.
+
+        One loop gives both: in forward mode it runs in dual numbers, in reverse mode its graph is walked back and
+        differentiated again. Both need the blocks uncompiled: torch.compile has no second derivatives. Forward and
+        backward of 6 loops at width 128, batch 256, on a CPU, against no JSRR: vjp 1.12x with J at a quarter of the rows
+        and 1.49x at all of them, jvp 1.21x and 1.69x.
+        """
+        c = self.config
+        at = h[:max(1, round(c.jsrr_rows * len(h)))]
+        fixed, v = at.detach(), random_directions(at)
+        with torch.compiler.set_stance("force_eager"):
+            for _ in range(c.jsrr_steps - 1):
+                v = normalize(product(self.step, fixed, v, c.jsrr_mode)[1].detach())
+            after, Jv = product(self.step, fixed if c.jsrr_detach else at, v, c.jsrr_mode)
+        if c.jsrr_detach:
+            after = self.step(h)
+        elif len(at) < len(h):
+            after = torch.cat([after, self.step(h[len(at):])])
+        return after, Jv.to(torch.promote_types(Jv.dtype, torch.float32)).square().sum() / len(at)
+
+    def flops_per_token(self):
+        """Training FLOPs per token at the mean loop count, without JSRR's: 6 per weight used, 6 T D per attention."""
+        c = self.config
+        layer = sum(p.numel() for p in self.blocks[0].parameters() if p.ndim == 2) + c.block_size * c.n_embd
+        loops = sample_loops(c, 10_000, torch.Generator().manual_seed(0)).float().mean().item()
+        return 6 * (layer * (c.n_layer * loops + c.n_prelude + c.n_coda) + c.vocab_size * c.n_embd)
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, num_loops=None, use_cache=True):
+        """Continue idx (B, T) greedily by max_new_tokens, to block_size + 1 tokens at most, with num_loops loops.
+
+        The KV cache has one slot per prelude layer, per (loop, layer), and per coda layer.
+        """
+        c, K = self.config, num_loops or self.config.num_loops
+        n, cache, length = c.n_prelude + K * c.n_layer, None, 0  # length: how many tokens are in the cache
+        if use_cache:
+            slots = (n + c.n_coda, 2, len(idx), c.n_head, c.block_size, c.n_embd // c.n_head)
+            cache = torch.empty(slots, dtype=self.compute_dtype(idx.device), device=idx.device)
+        part = lambda first, size: None if cache is None else cache[first:first + size]
+        for _ in range(max_new_tokens):
+            h = self.embed(idx[:, length:], part(0, c.n_prelude), length)
+            for t in range(K):
+                h = self.step(h, part(c.n_prelude + t * c.n_layer, c.n_layer), length)
+            logits = self.readout(h, part(n, c.n_coda), length)
+            length = idx.shape[1] if use_cache else 0
+            idx = torch.cat([idx, logits[:, -1:].argmax(-1)], dim=1)
+        return idx
+
+    def compute_dtype(self, device):
+        """What the matrices are multiplied in here: autocast's dtype, or the weights'."""
+        autocast = torch.is_autocast_enabled(device.type)
+        return torch.get_autocast_dtype(device.type) if autocast else self.wte.weight.dtype
+
+
+def sample_loops(config, n=1, generator=None):
+    """n loop counts t, int64, always on the CPU: clip(round(LogNormal(mu, sigma)), min, max), or the other choices."""
+    c = config
+    match c.loop_sampling:
+        case "fixed":
+            return torch.full((n,), c.num_loops)
+        case "lognormal":
+            t = torch.exp(c.loop_mu + c.loop_sigma * torch.randn(n, generator=generator))
+        case "poisson":
+            t = torch.poisson(torch.full((n,), float(c.num_loops)), generator)
+        case "uniform":
+            t = torch.randint(c.min_loops, c.max_loops + 1, (n,), generator=generator).float()
+    return t.round().clamp(c.min_loops, c.max_loops).long()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training. train.py's Run does the rest: devices, data, optimiser, schedule, evaluation, log, checkpoints.
+
+def train_model(run):
+    model = run.start(LoopedTransformer(run.config))
+    for step in run.steps():
+        jsrr_lambda = run.config.jsrr_lambda * min(1, step / max(1, run.config.jsrr_warmup))
+        for idx, targets in run.batches():
+            with run.autocast():
+                loss, metrics = model.loss(idx, targets, jsrr_lambda=jsrr_lambda)
+            run.backward(loss, metrics)
+        run.update()
+    last = run.rows[-1]
+    run.say(f"{last['val_exact']:.2%} of the held-out sums exactly right at {run.config.num_loops} loops: see "
+            f"{run.out}/curves.png, then run\npython stars.py {run.out}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Jacobian-vector products, and the instruments. A state is (B, T, D); each row has its own Jacobian, (N, N), N = T D.
+
+def normalize(v):
+    """Each row of v (B, T, D) as a unit vector of N dimensions."""
+    return v / v.flatten(1).norm(dim=1).clamp_min(torch.finfo(v.dtype).tiny)[:, None, None]
+
+
+def random_directions(h, generator=None):
+    """One unit v per row of h, uniform on the sphere."""
+    return normalize(torch.randn(h.shape, dtype=h.dtype, device=h.device, generator=generator))
+
+
+def product(f, h, v, mode):
+    """(f(h), J v) for mode jvp, forward mode; (f(h), J^T v) for vjp, reverse mode. Both can be differentiated again."""
+    if mode == "jvp":
+        return torch.func.jvp(f, (h,), (v,))
+    after, pull = torch.func.vjp(f, h)
+    return after, pull(v.to(after.dtype))[0]
+
+
+@torch.no_grad()
+def power_iteration(model, h, steps, mode, generator=None):
+    """||J v|| at each of `steps` power steps, (steps, B), from a random unit v: the first is the one-step estimate.
+
+    v <- J v (jvp) and v <- J^T v (vjp) tend to rho, or circle it where a complex pair dominates; v <- J^T J v (both)
+    rises to sigma_max.
+    """
+    v, gains = random_directions(h, generator), []
+    for _ in range(steps):
+        w = product(model.step, h, v, "vjp" if mode == "vjp" else "jvp")[1]
+        gains.append(w.flatten(1).norm(dim=1))
+        v = normalize(product(model.step, h, w, "vjp")[1] if mode == "both" else w)
+    return torch.stack(gains)
+
+
+@torch.no_grad()
+def jacobian_gain(model, h, draws=64, generator=None):
+    """||J||_F / sqrt(N) of each row of h, (B,): the root of the mean of ||J v||^2 over random unit v."""
+    return sum(power_iteration(model, h, 1, "jvp", generator)[0].square() for _ in range(draws)).div(draws).sqrt()
+
+
+def sigma_max(model, h, steps=64, generator=None):
+    """The largest singular value of each row's J, (B,), from below: power iteration on J^T J."""
+    return power_iteration(model, h, steps, "both", generator)[-1]
+
+
+def spectral_radius_power(model, h, steps=256, generator=None):
+    """rho of each row's J, (B,): the geometric mean growth of ||J^k v|| over the last half of many power steps."""
+    return power_iteration(model, h, steps, "jvp", generator)[steps // 2:].log().mean(0).exp()
+
+
+@torch.no_grad()
+def spectral_radius_arnoldi(model, h, size=48, generator=None):
+    """rho of each row's J, (B,): the largest |Ritz value| of a Krylov space of `size` dimensions, J v products only."""
+    size = min(size, h[0].numel())
+    Q, H = random_directions(h, generator).flatten(1)[:, None], h.new_zeros(len(h), size + 1, size)  # (B, j + 1, N)
+    for j in range(size):
+        w = product(model.step, h, Q[:, j].view_as(h), "jvp")[1].flatten(1)
+        for _ in range(2):  # Gram-Schmidt twice: once leaves rounding errors that grow
+            overlap = torch.einsum("bjn,bn->bj", Q, w)
+            H[:, :j + 1, j] += overlap
+            w = w - torch.einsum("bjn,bj->bn", Q, overlap)
+        H[:, j + 1, j] = w.norm(dim=1)
+        Q = torch.cat([Q, normalize(w[:, None])], dim=1)
+    return torch.linalg.eigvals(H[:, :size]).abs().amax(-1)
+
+
+@torch.no_grad()
+def trajectory(model, idx, num_loops):
+    """Yield h^(0) .. h^(num_loops), each (B, T, D), one at a time."""
+    h = model.embed(idx)
+    yield h
+    for _ in range(num_loops):
+        h = model.step(h)
+        yield h
+
+
+def convergence(model, idx, num_loops):
+    """(num_loops, 2), for t = 0 ..: ||h^(t+1) - h^(t)|| / ||h^(t)||, mean over rows; ||h^(t+1)||, mean over tokens."""
+    rows, before = [], None
+    for h in trajectory(model, idx, num_loops):
+        if before is not None:
+            change = (h - before).flatten(1).norm(dim=1) / before.flatten(1).norm(dim=1)
+            rows.append(torch.stack([change.mean(), h.norm(dim=-1).mean()]))
+        before = h
+    return torch.stack(rows).cpu()
+
+
+def exact_match(model, idx, targets, num_loops, rows=250):
+    """Share of the sums whose whole answer greedy decoding gets right, end mark included. idx, targets: (B, T)."""
+    start, right = int((targets[0] >= 0).int().argmax()) + 1, 0
+    for i in range(0, len(idx), rows):
+        new = model.generate(idx[i:i + rows, :start], idx.shape[1] + 1 - start, num_loops)
+        wanted = targets[i:i + rows]
+        right += ((new[:, 1:] == wanted) | (wanted < 0)).all(1).sum().item()
+    return right / len(idx)
+
+
+def held_out_sums(model, options, n):
+    """n held-out sums as (idx, targets), each (n, T), the same at every call, on the model's device."""
+    data = train.AdditionData(options, model.config)
+    return [t.to(model.wte.weight.device) for t in data.encode(*data.operands("val", 0, n))]
+
+
+def diagnose(path, loops, sums):
+    """Print accuracy and convergence against loops, then the spectrum, of a trained run; draw RUN/diagnostics.png."""
+    model, options, _ = train.load_model(path, "stars", LoopedTransformer)
+    c, (idx, targets) = model.config, held_out_sums(model, options, sums)
+    print(f"{path}: {c.placement} {c.norm}, {c.loop_sampling} loops, lambda {c.jsrr_lambda}; {len(idx)} held-out sums")
+    dynamics = convergence(model, idx[:250], max(loops) + 1)
+    accuracy = [exact_match(model, idx, targets, t) for t in loops]
+    print("\nloops t   exact match   ||h^(t+1) - h^(t)|| / ||h^(t)||   mean ||h^(t)||")
+    for t, right in zip(loops, accuracy):
+        print(f"{t:7d}   {right:11.2%}   {dynamics[t, 0]:31.2e}   {dynamics[t - 1, 1]:14.2f}")
+
+    model = copy.deepcopy(model).cpu().double()  # products of many Jacobians want float64
+    idx, settle = idx[:8].cpu(), max(loops)
+    print(f"\nthe Jacobian of one loop, N = {c.block_size * c.n_embd}, means over {len(idx)} sums\n"
+          "at loop t   one-step ||J v||   ||J||_F / sqrt(N)   sigma_max   rho (power)   rho (Arnoldi)   largest rho")
+    for t, h in enumerate(trajectory(model, idx, settle)):
+        if t in (c.num_loops, settle):
+            h, g = h.detach(), torch.Generator().manual_seed(0)
+            rho = spectral_radius_arnoldi(model, h, generator=g)
+            print("{:9d}   {:16.4f}   {:17.4f}   {:9.3f}   {:11.4f}   {:13.4f}   {:11.4f}".format(
+                t, power_iteration(model, h, 1, "jvp", g).mean(), jacobian_gain(model, h, generator=g).mean(),
+                sigma_max(model, h, generator=g).mean(), spectral_radius_power(model, h, generator=g).mean(),
+                rho.mean(), rho.max()))
+    steps = [2 ** i for i in range(7)]
+    print(f"\n||J v|| at loop {settle} after power steps  " + "".join(f"{n:9d}" for n in steps))
+    for mode, towards in (("jvp", "J v: to rho"), ("vjp", "J^T v: to rho"), ("both", "J^T J v: to sigma_max")):
+        gains = power_iteration(model, h, 64, mode, torch.Generator().manual_seed(1)).mean(1)
+        print(f"{towards:34}" + "".join(f"{gains[n - 1]:9.4f}" for n in steps))
+
+    figure, axes = train.new_figure(3)
+    axes[0].plot(loops, accuracy, "o-")
+    axes[0].set(xlabel="loops", xscale="log", ylabel="exact match", ylim=(-0.02, 1.02), title="Accuracy against loops")
+    axes[1].plot(range(len(dynamics)), dynamics[:, 0], label="||h^(t+1) - h^(t)|| / ||h^(t)||")
+    axes[1].plot(range(1, len(dynamics) + 1), dynamics[:, 1], label="mean ||h^(t)||")
+    axes[1].set(xlabel="loop t", xscale="symlog", yscale="log", title="Step and norm against loops")
+    axes[1].legend()
+    answer = targets[0].cpu() >= 0  # the state at the answer's tokens, as one vector per loop and sum
+    path_of = torch.stack([h[:, answer].flatten(1) for h in trajectory(model, idx, min(settle, 64))]).detach()
+    centred = path_of - path_of.mean((0, 1))
+    flat = centred.flatten(0, 1) @ torch.linalg.svd(centred.flatten(0, 1), full_matrices=False)[2][:2].T
+    for line in flat.unflatten(0, path_of.shape[:2]).transpose(0, 1):
+        axes[2].plot(*line.T, ".-", alpha=0.7)
+        axes[2].plot(*line[-1], "k*")
+    axes[2].set(xlabel="PC 1", ylabel="PC 2", title=f"Trajectories of {len(idx)} sums, * at the end")
+    out = Path(path) if Path(path).is_dir() else Path(path).parent
+    figure.savefig(out / "diagnostics.png", dpi=120)
+    print(f"\ndrawn in {out / 'diagnostics.png'}")
+
+
+def ask(path, question, loops):
+    """Answer one sum at each loop count."""
+    model, options, tokenizer = train.load_model(path, "stars", LoopedTransformer)
+    d = model.config.digits
+    operands = re.fullmatch(rf"\s*([1-9]\d{{{d - 1}}})\s*\+\s*([1-9]\d{{{d - 1}}})\s*=?\s*", question, re.ASCII)
+    if not operands:
+        raise UserError(f"--ask={question!r}: this model was trained on sums of two numbers of {d} digits each, from "
+                        f"{10 ** (d - 1)} to {10 ** d - 1}, written like {'17504733'[:d]}+{'47331750'[:d]}")
+    a, b = map(int, operands.groups())
+    idx = torch.tensor([tokenizer.encode(f"{a}+{b}=")], device=model.wte.weight.device)
+    for t in loops:
+        text, end, _ = tokenizer.decode(model.generate(idx, d + 3, t)[0].tolist()).partition("§")
+        answer = text[2 * d + 2:][::-1].rstrip()
+        print(f"loops {t:4d}:  {text + end:{3 * d + 5}}  {answer}, {'right' if answer == str(a + b) else 'wrong'}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sweeps: the normalisation study, and what each part of STARS does.
+
+@torch.no_grad()
+def compare(runs, out):
+    """Print exact match and mean ||h^(t)|| of every run against loops; write accuracy.csv and accuracy.png into out."""
+    loops, rows = [int(t) for t in LOOPS.split(",")], []
+    for (condition, seed), path in runs.items():
+        model, options, _ = train.load_model(path, "stars", LoopedTransformer)
+        idx, targets = held_out_sums(model, options, 1000)
+        change, norm = convergence(model, idx[:250], max(loops)).T.tolist()
+        row = {"condition": condition, "seed": seed}
+        for t, h in enumerate(trajectory(model, idx, max(loops))):
+            if t in loops:
+                row |= {f"exact_{t}": model.exact(h, targets).item(), f"norm_{t}": norm[t - 1],
+                        f"change_{t}": change[t - 1]}
+        rows.append(row)
+    train.write_csv(out / "accuracy.csv", rows)
+    for name, title, form in (("exact", "exact match", "9.1%"), ("norm", "mean ||h^(t)||", "9.3g")):
+        print(f"\n{title + ' at loops':34}" + "".join(f"{t:9d}" for t in loops))
+        for row in rows:
+            cells = "".join(f"{row[f'{name}_{t}']:{form}}" for t in loops)
+            print(f"{row['condition'] + ', seed ' + str(row['seed']):34}{cells}")
+    figure, axes = train.new_figure(3)
+    labels = {"exact": "exact match", "norm": "mean ||h^(t)||", "change": "||h^(t) - h^(t-1)|| / ||h^(t-1)||"}
+    for axis, (name, label) in zip(axes, labels.items()):
+        for row in rows:
+            axis.plot(loops, [row[f"{name}_{t}"] for t in loops], "o-", markersize=3, label=row["condition"])
+        axis.set(xlabel="loops", xscale="log", ylabel=label, yscale="linear" if name == "exact" else "log")
+    axes[0].legend(fontsize="x-small")
+    figure.savefig(out / "accuracy.png", dpi=120)
+    print(f"\nwritten to {out}/accuracy.csv and accuracy.png")
+
+
+PLAIN = dict(loop_sampling="fixed", jsrr_lambda=0.0)
+SWEEPS = {
+    "normalization": ({f"{placement}+{norm}": PLAIN | dict(placement=placement, norm=norm)
+                       for placement in ("pre", "pre_sandwich", "post", "post_sandwich")
+                       for norm in ("layernorm", "rmsnorm", "simple")}, compare),
+    "ablation": ({
+        "fixed": PLAIN,
+        "prelude+coda": PLAIN | dict(n_prelude=1, n_coda=1),
+        "l2": PLAIN | dict(l2_penalty=0.01),
+        "random": dict(jsrr_lambda=0.0),
+        "jsrr": dict(loop_sampling="fixed"),
+        "random+jsrr": {},
+    }, compare),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Arguments:
+    ask: str = ""  # a sum to answer, as 1750+4733; without it, the diagnostics are printed
+    loops: str = LOOPS  # loop counts, separated by commas
+    sums: int = 2000  # held-out sums for the accuracy
+
+    def __post_init__(self):
+        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", self.loops, re.ASCII):
+            raise UserError(f"--loops={self.loops}: expected whole numbers of at least 1, as in --loops=1,2,4")
+        check_at_least(self, 1, "sums")
+
+
+def main(argv):
+    parser = train.Parser("python stars.py RUN [--ask=1750+4733] [--field=value ...]", Arguments)
+    if not argv or argv[0].startswith("-"):
+        return parser.print_help()
+    arguments = Arguments(**parser.parse(argv[1:]))
+    loops = [int(t) for t in arguments.loops.split(",")]
+    if arguments.ask:
+        return ask(argv[0], arguments.ask, loops)
+    diagnose(argv[0], loops, arguments.sums)
+
+
+if __name__ == "__main__":
+    train.command_line(main)

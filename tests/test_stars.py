@@ -1,0 +1,387 @@
+"""Claims of arXiv 2605.26733, as tests of stars.py."""
+import dataclasses, math, sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import stars, train
+
+SMALL = dict(digits=2, block_size=10, n_head=2, n_embd=8, mlp_width=16)
+PLACEMENTS, NORMS = ("pre", "post", "pre_sandwich", "post_sandwich"), ("layernorm", "rmsnorm", "simple")
+
+
+def small_model(seed=0, spread=1.0, **fields):
+    """A float64 model whose weights are large enough that its Jacobian is far from that of nothing."""
+    torch.manual_seed(seed)
+    model = stars.LoopedTransformer(stars.Config(**SMALL | fields)).double()
+    for block in model.blocks:
+        for p in block.parameters():
+            if p.ndim == 2:
+                torch.nn.init.normal_(p, std=spread / math.sqrt(p.shape[1]))
+    return model
+
+
+def small_data(**options):
+    return train.AdditionData(train.Options(**dict(dataset="addition", batch_size=16) | options), stars.Config(**SMALL))
+
+
+def state(rows=3, T=4, D=8, seed=1):
+    return torch.randn(rows, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def full_jacobians(model, h):
+    """(B, N, N): row i's Jacobian, column by column of the definition."""
+    one = lambda x: model.step(x.view(1, *h.shape[1:])).flatten()
+    return torch.stack([torch.autograd.functional.jacobian(one, x.flatten()) for x in h]).detach()
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop map
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("fields", [{}, dict(positions="rope", activation="swiglu", residual_scale=2 ** 0.25, n_layer=2,
+                                             n_prelude=1, n_coda=1, tied=False, state_norm=True)])
+def test_every_structure_decodes_the_same_with_a_cache_slot_per_loop_and_layer(placement, norm, fields):
+    model = small_model(placement=placement, norm=norm, **fields)
+    idx, _ = small_data().batch("val", 0)
+    for loops in (1, 3):
+        cached = model.generate(idx[:, :6], 5, loops)
+        assert torch.equal(cached, model.generate(idx[:, :6], 5, loops, use_cache=False))
+        assert cached.shape == (16, 11) and torch.equal(cached[:, :6], idx[:, :6])
+
+
+@pytest.mark.parametrize("fields", [{}, dict(placement="pre_sandwich", norm="rmsnorm", state_norm=True, n_layer=2)])
+def test_the_loop_map_is_a_pure_function_of_each_row_of_the_state(fields):
+    model, h = small_model(**fields), state()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    kept, out = h.clone(), model.step(h)
+    assert torch.equal(h, kept) and torch.equal(out, model.step(h))
+    assert torch.allclose(out[1:2], model.step(h[1:2]), atol=1e-12)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    ahead = h.clone()
+    ahead[:, -1] += 1
+    assert torch.equal(model.step(ahead)[:, :-1], out[:, :-1]), "a token may not see a later one"
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_external_norms_bound_the_state_and_internal_ones_let_it_grow(norm):
+    for placement in PLACEMENTS:
+        model = small_model(placement=placement, norm=norm)
+        norms = stars.convergence(model, small_data().batch("val", 0)[0], 200)[:, 1]
+        if placement in ("post", "post_sandwich"):
+            assert torch.allclose(norms, torch.full_like(norms, math.sqrt(8)), rtol=1e-3)
+        else:
+            assert norms[-1] > 10 * norms[0] and norms[-1] > 1.5 * norms[99]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_placements_are_the_formulas_of_the_normalisation_study(placement):
+    model, x, a = small_model(placement=placement, residual_scale=1.7), state(), 1.7
+    block = model.blocks[0]
+    n = lambda y: (y - y.mean(-1, keepdim=True)) / (y.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+    for f in (block.attn, block.mlp):
+        x = {"pre": lambda: a * x + f(n(x)), "pre_sandwich": lambda: a * x + n(f(n(x))),
+             "post": lambda: n(a * x + f(x)), "post_sandwich": lambda: n(a * x + f(n(x)))}[placement]()
+    assert torch.allclose(block(state()), x, atol=1e-9)
+
+
+def test_rope_sees_only_distances():
+    model = small_model(positions="rope")
+    q, k = state(rows=2, T=1, D=4, seed=3).view(2, 1, 1, 1, 4).expand(2, 1, 1, 10, 4)  # the same at all places
+    scores = (stars.rotate(q, model.rope) @ stars.rotate(k, model.rope).transpose(-2, -1))[0, 0]
+    for distance in range(10):
+        along = scores.diagonal(-distance)
+        assert torch.allclose(along, along[0].expand_as(along), atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# JSRR
+
+@pytest.mark.parametrize("fields", [{}, dict(placement="pre", norm="rmsnorm", positions="rope", activation="swiglu"),
+                                    dict(norm="simple", state_norm=True, n_layer=2)])
+def test_products_are_those_of_the_full_jacobian(fields):
+    model, h = small_model(**fields), state()
+    J, v = full_jacobians(model, h), stars.random_directions(h, generator())
+    for mode, matrix in (("jvp", J), ("vjp", J.transpose(1, 2))):
+        after, Jv = stars.product(model.step, h, v, mode)
+        assert torch.allclose(after, model.step(h), atol=1e-12)
+        assert torch.allclose(Jv.flatten(1), (matrix @ v.flatten(1)[:, :, None])[:, :, 0], atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["jvp", "vjp"])
+@pytest.mark.parametrize("detach", [False, True])
+def test_jsrr_has_the_gradient_of_finite_differences(mode, detach):
+    """Over a weight and over the state; detached, the state's part is missing and only that."""
+    model, h = small_model(jsrr_mode=mode, jsrr_detach=detach, jsrr_rows=1.0), state(rows=2).requires_grad_()
+    weight = model.blocks[0].mlp.up.weight
+    jsrr = lambda: (torch.manual_seed(5), model.step_with_jsrr(h)[1])[1]
+    of_weight, of_state = torch.autograd.grad(jsrr(), (weight, h), allow_unused=True)
+    assert (of_state is None) == detach
+    for tensor, gradient in ((weight, of_weight), (h, of_state)):
+        if gradient is None:
+            continue
+        direction, eps = torch.randn_like(tensor), 1e-5
+        values = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                tensor += sign * eps * direction
+            values.append(jsrr().item())
+            with torch.no_grad():
+                tensor -= sign * eps * direction
+        assert (gradient * direction).sum().item() == pytest.approx((values[0] - values[1]) / (2 * eps), rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["jvp", "vjp"])
+def test_one_step_of_jsrr_measures_the_mean_gain_not_the_spectral_radius(mode):
+    model, h = small_model(jsrr_mode=mode, jsrr_rows=1.0), state(rows=1)
+    J = full_jacobians(model, h)[0]
+    mean_gain = J.square().sum().item() / len(J)
+    rho, sigma = torch.linalg.eigvals(J).abs().max().item(), torch.linalg.matrix_norm(J, 2).item()
+    estimate = model.step_with_jsrr(h.repeat(20_000, 1, 1))[1].item()  # a v of its own for each row
+    assert estimate == pytest.approx(mean_gain, rel=0.02)
+    assert abs(estimate - rho ** 2) > 0.2 * rho ** 2 and estimate < 0.5 * sigma ** 2
+
+
+@pytest.mark.parametrize("mode", ["jvp", "vjp"])
+def test_many_steps_of_jsrr_measure_the_spectral_radius(mode):
+    h = state(rows=8)
+    for seed in range(20):  # a model whose dominant eigenvalues are real: else ||J v|| turns for ever
+        model = small_model(seed, jsrr_mode=mode, jsrr_steps=400, jsrr_rows=1.0)
+        eigenvalues = torch.linalg.eigvals(full_jacobians(model, h[:1])[0])
+        top = eigenvalues[eigenvalues.abs().argsort(descending=True)[:2]]
+        if top[0].imag == 0 and top[1].abs() < 0.95 * top[0].abs():
+            break
+    estimate = model.step_with_jsrr(h[:1])[1].item()
+    assert math.sqrt(estimate) == pytest.approx(top[0].abs().item(), rel=1e-3)
+
+
+def test_jsrr_costs_no_extra_loop_unless_detached():
+    for fields, evaluations in ((dict(jsrr_rows=1.0), 5), (dict(jsrr_rows=1.0, jsrr_mode="jvp"), 5),
+                                (dict(jsrr_rows=1.0, jsrr_detach=True), 6)):
+        model, rows = small_model(**fields), []
+        step = model.step
+        model.step = lambda h: rows.append(len(h)) or step(h)
+        model.loss(*small_data().batch("train", 0), num_loops=5, jsrr_lambda=0.1)
+        assert sum(rows) == 16 * evaluations
+    model, rows = small_model(jsrr_rows=0.25), []
+    step = model.step
+    model.step = lambda h: rows.append(len(h)) or step(h)
+    model.loss(*small_data().batch("train", 0), num_loops=5, jsrr_lambda=0.1)
+    assert rows == [16, 16, 16, 16, 4, 12]
+
+
+def test_the_loss_is_the_convex_combination():
+    model, batch = small_model(), small_data().batch("train", 0)
+    combined, metrics = model.loss(*batch, num_loops=3, jsrr_lambda=0.3)
+    ce, plain = model.loss(*batch, num_loops=3)
+    assert combined.item() == pytest.approx(0.7 * ce.item() + 0.3 * metrics["jsrr"].item()) and "jsrr" not in plain
+    model.config = dataclasses.replace(model.config, l2_penalty=0.5)
+    h = list(stars.trajectory(model, batch[0], 3))
+    update = (h[3] - h[2]).norm(dim=-1).mean().item()
+    assert model.loss(*batch, num_loops=3)[0].item() == pytest.approx(ce.item() + 0.5 * update)
+
+
+def test_training_on_jsrr_alone_makes_the_loop_contract():
+    model = small_model(jsrr_rows=1.0, tied=False, spread=3.0)
+    idx, targets = small_data().batch("train", 0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    before = stars.convergence(model, idx, 60)[-1, 0]
+    for _ in range(60):
+        optimizer.zero_grad()
+        model.loss(idx, targets, num_loops=4, jsrr_lambda=1.0)[0].backward()
+        optimizer.step()
+    assert stars.convergence(model, idx, 60)[-1, 0] < 1e-3 * before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The instruments, against the full Jacobian
+
+@pytest.mark.parametrize("fields", [{}, dict(placement="pre", norm="rmsnorm"), dict(norm="simple", n_layer=2)])
+def test_instruments_agree_with_the_full_jacobian(fields):
+    model, h = small_model(**fields), state(rows=2)
+    J = full_jacobians(model, h)
+    rho, N = torch.linalg.eigvals(J).abs().amax(-1), J.shape[-1]
+    close = lambda a, b, tolerance: torch.allclose(a, b, rtol=tolerance)
+    assert close(stars.jacobian_gain(model, h, 600, generator()), J.flatten(1).norm(dim=1) / math.sqrt(N), 0.05)
+    assert close(stars.sigma_max(model, h, 300, generator()), torch.linalg.matrix_norm(J, 2), 1e-6)
+    assert close(stars.spectral_radius_arnoldi(model, h, N, generator()), rho, 1e-8)
+    assert close(stars.spectral_radius_power(model, h, 600, generator()), rho, 0.02)
+
+
+def test_arnoldi_finds_the_spectral_radius_in_a_small_krylov_space():
+    model, h = small_model(), state(T=10)
+    rho = torch.linalg.eigvals(full_jacobians(model, h)).abs().amax(-1)
+    assert torch.allclose(stars.spectral_radius_arnoldi(model, h, 40, generator()), rho, rtol=1e-3)
+
+
+def test_a_fixed_point_attracts_where_the_spectral_radius_is_below_one():
+    model = small_model(spread=0.3)
+    h = state()
+    for _ in range(1000):
+        h = model.step(h).detach()
+    rho = stars.spectral_radius_arnoldi(model, h, 32, generator())
+    error = 1e-6 * stars.random_directions(h, generator())
+    near = h + error
+    for _ in range(60):
+        near = model.step(near).detach()
+    assert (model.step(h) - h).norm() < 1e-10 and (rho < 1).all()
+    measured = ((near - h).flatten(1).norm(dim=1) / 1e-6) ** (1 / 60)
+    assert torch.allclose(measured, rho, rtol=0.15)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop counts, the task and the decoding
+
+def test_loop_counts_are_rounded_and_clipped():
+    draw = lambda **fields: stars.sample_loops(stars.Config(**fields), 20_000, generator()).double()
+    t = draw(loop_mu=2.0, loop_sigma=0.7, max_loops=100)
+    assert t.median() == 7 and t.min() >= 1 and t.max() <= 100
+    assert t.mean().item() == pytest.approx(math.exp(2 + 0.7 ** 2 / 2), rel=0.02)
+    t = draw(loop_sampling="uniform", min_loops=3, max_loops=9)
+    assert [(t == n).double().mean().item() for n in range(2, 11)] == pytest.approx([0] + [1 / 7] * 7 + [0], abs=0.01)
+    t = draw(loop_sampling="poisson", num_loops=6, min_loops=0 + 1)
+    assert t.mean().item() == pytest.approx(6, rel=0.02) and t.var().item() == pytest.approx(6, rel=0.1)
+    assert draw(loop_sampling="lognormal", loop_mu=5.0).unique().tolist() == [16]
+    assert draw(loop_sampling="fixed", num_loops=5).unique().tolist() == [5]
+
+
+@pytest.mark.parametrize("digits", [2, 4, 8])
+def test_sums_are_right_reversed_and_masked(digits):
+    config = stars.Config(digits=digits)
+    data = train.AdditionData(train.Options(dataset="addition", batch_size=200), config)
+    for split in ("train", "val"):
+        idx, targets = data.batch(split, 3)
+        assert idx.shape == targets.shape == (200, 3 * digits + 4)
+        for row, wanted in zip(idx.tolist(), targets.tolist()):
+            question, answer = data.tokenizer.decode(row).split("=")
+            a, b = question.split("+")
+            supervised = data.tokenizer.decode([t for t in wanted if t >= 0])
+            assert len(a) == len(b) == digits and a[0] != "0" != b[0]
+            assert supervised == f" {str(int(a) + int(b))[::-1]}§"
+            assert answer.startswith(supervised[:-1]) and set(wanted[:2 * digits + 1]) == {-1}
+
+
+def test_the_example_of_the_docs():
+    data = train.AdditionData(train.Options(dataset="addition"), stars.Config())
+    idx, targets = data.encode(np.array([1750, 9999]), np.array([4733, 1000]))
+    assert [data.tokenizer.decode(row) for row in idx.tolist()] == ["1750+4733= 3846§", "9999+1000= 99901"]
+    assert targets[:, -1].tolist() == [-1, data.tokenizer.ids["§"]]
+
+
+def test_no_held_out_pair_is_ever_trained_on_in_either_order():
+    data = small_data(batch_size=4000)
+    pairs = {split: {tuple(pair) for i in range(5) for pair in data.operands(split, i, 4000).T.tolist()}
+             for split in ("train", "val")}
+    assert len(pairs["train"]) > 7000 and 150 < len(pairs["val"]) < 400
+    assert not pairs["train"] & pairs["val"] and not pairs["train"] & {(b, a) for a, b in pairs["val"]}
+
+
+def test_batches_are_a_function_of_seed_and_index_and_held_out_sums_of_the_index_alone():
+    one, other = small_data(seed=1), small_data(seed=2)
+    same = lambda x, y: torch.equal(x[0], y[0]) and torch.equal(x[1], y[1])
+    assert same(one.batch("train", 5), small_data(seed=1).batch("train", 5))
+    assert not same(one.batch("train", 5), one.batch("train", 6))
+    assert not same(one.batch("train", 5), other.batch("train", 5))
+    assert same(one.batch("val", 5), other.batch("val", 5))
+    halves = [one.batch("train", 5, rank, 2)[0] for rank in (0, 1)]
+    assert torch.equal(torch.stack(halves, 1).flatten(0, 1), one.batch("train", 5)[0])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Two-digit sums, trained until most are right: the path of the run."""
+    out = tmp_path_factory.mktemp("stars") / "run"
+    train.main(["stars", "--digits=2", "--n_embd=64", "--mlp_width=256", "--max_steps=240", "--batch_size=128",
+                "--loop_mu=1", "--eval_interval=120", "--eval_batches=2", f"--out_dir={out}"])
+    return out
+
+
+def test_training_learns_sums_it_has_not_seen(run):
+    rows = train.read_csv(run / "log.csv")
+    assert rows[0]["val_exact"] == 0 and rows[-1]["val_loss"] < 0.5 * rows[0]["val_loss"]
+
+
+def test_greedy_decoding_is_right_exactly_where_every_forced_token_is(run):
+    model, options, _ = train.load_model(run, "stars", stars.LoopedTransformer)
+    idx, targets = stars.held_out_sums(model, options, 300)
+    for loops in (1, 2, 7):
+        assert stars.exact_match(model, idx, targets, loops, rows=128) == pytest.approx(
+            model.loss(idx, targets, loops)[1]["exact"].item(), abs=1e-6)
+
+
+def test_resuming_is_exact(run, tmp_path):
+    command = ["stars", "--digits=2", "--n_embd=16", "--mlp_width=32", "--batch_size=8", "--max_steps=8",
+               "--dropout=0.1", "--schedule=constant", "--log_interval=1", "--eval_interval=4", "--eval_batches=1"]
+    train.main(command + [f"--out_dir={tmp_path}/whole"])
+    train.main(command + [f"--out_dir={tmp_path}/parts", "--max_steps=4"])
+    train.main(["stars", f"--out_dir={tmp_path}/parts", "--resume", "--max_steps=8"])
+    whole, parts = (train.load_checkpoint(tmp_path / name, "stars")["weights"] for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_the_report_and_the_answers_of_a_run(run, capsys):
+    stars.main([str(run), "--loops=1,4,20", "--sums=50"])
+    printed = capsys.readouterr().out
+    assert "exact match" in printed and "rho (Arnoldi)" in printed and (run / "diagnostics.png").stat().st_size > 10_000
+    stars.main([str(run), "--ask=17+47", "--loops=1,4"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all("17+47=" in line for line in lines)
+
+
+def test_sweeps_are_complete():
+    assert set(stars.SWEEPS["normalization"][0]) == {f"{p}+{n}" for p in PLACEMENTS for n in NORMS}
+    for conditions, _ in stars.SWEEPS.values():
+        for fields in conditions.values():
+            stars.Config(**fields)
+
+
+def test_a_sweep_prints_one_row_per_condition(tmp_path, capsys, monkeypatch):
+    conditions, report = stars.SWEEPS["ablation"]
+    monkeypatch.setitem(stars.SWEEPS, "ablation", ({k: conditions[k] for k in ("fixed", "random+jsrr")}, report))
+    monkeypatch.setattr(stars, "LOOPS", "1,4")
+    train.main(["stars", "--sweep=ablation", "--digits=2", "--n_embd=16", "--mlp_width=32", "--batch_size=8",
+                "--max_steps=2", "--eval_batches=1", f"--out_dir={tmp_path}/sweep"])
+    assert len(train.read_csv(tmp_path / "sweep/accuracy.csv")) == 2 and "random+jsrr" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--jsrr_lambda=1.5"], "--jsrr_lambda=1.5: expected a number from 0 to 1"),
+    (["--jsrr_lambda=nan"], "from 0 to 1"),
+    (["--loop_sigma=-0.1"], "--loop_sigma=-0.1: expected a number of at least 0"),
+    (["--num_loops=0"], "--num_loops=0: expected a number of at least 1"),
+    (["--min_loops=9", "--max_loops=4"], "--max_loops=4 is below --min_loops=9"),
+    (["--digits=9"], "--digits=9: expected 2 to 8"), (["--digits=1"], "expected 2 to 8"),
+    (["--jsrr_rows=0"], "share of the batch"), (["--placement=sideways"], "invalid choice"),
+    (["--n_embd=130"], "not divisible"), (["--n_embd=12", "--positions=rope"], "heads of an even width"),
+])
+def test_bad_settings_are_named_in_one_line(arguments, message, tmp_path):
+    with pytest.raises(train.UserError) as error:
+        train.main(["stars", f"--out_dir={tmp_path}", *arguments])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("question", ["17", "17+", "17+4733", "a+b", "-17+47", "17+-4", "07+11", "17+47+11", "17*47",
+                                      "1７+47", "="])
+def test_sums_it_was_not_trained_on_are_refused_in_one_line(run, question):
+    with pytest.raises(train.UserError, match="trained on sums of two numbers of 2 digits each, from 10 to") as error:
+        stars.main([str(run), f"--ask={question}"])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("loops", ["0", "", "-1", "4,0", "x", "1,,2"])
+def test_loop_counts_below_one_are_refused(run, loops):
+    with pytest.raises(train.UserError, match="whole numbers of at least 1"):
+        stars.main([str(run), "--ask=17+47", f"--loops={loops}"])
+
+
+def test_addition_is_refused_to_models_without_digits():
+    with pytest.raises(train.UserError, match="python train.py stars"):
+        train.load_data(train.Options(dataset="addition"), object())
