@@ -564,11 +564,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 def cross_entropy(h, weight, targets, scale):
     """sum_i scale_i CE(h_i W^T, target_i), and each row's CE without gradient.
 
-    h (N, D); weight (V, D); targets (N,) int64; scale (N,) float32 or float64, zero where there is nothing to predict,
-    itself differentiable. The softmax is float32 at least; the matrices are multiplied in autocast's dtype.
+    h (N, D); weight (V, D); targets (N,) int64; scale (N,), zero where there is nothing to predict, itself
+    differentiable. The softmax is float32 at least; the matrices are multiplied in autocast's dtype.
     """
     device = h.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
+    scale = scale.to(torch.promote_types(h.dtype, torch.float32))
     if torch.is_grad_enabled():
         return ChunkedCrossEntropy.apply(h, weight, targets, scale, dtype)
     rows = chunk_rows(weight)
