@@ -169,20 +169,26 @@ def test_jsrr_costs_no_extra_loop_unless_detached():
         model, rows = small_model(**fields), []
         step = model.step
         model.step = lambda h: rows.append(len(h)) or step(h)
-        model.loss(*small_data().batch("train", 0), num_loops=5, jsrr_lambda=0.1)
+        model.loss(*small_data().batch("train", 0), num_loops=5)
         assert sum(rows) == 16 * evaluations
     model, rows = small_model(jsrr_rows=0.25), []
     step = model.step
     model.step = lambda h: rows.append(len(h)) or step(h)
-    model.loss(*small_data().batch("train", 0), num_loops=5, jsrr_lambda=0.1)
+    model.loss(*small_data().batch("train", 0), num_loops=5)
     assert rows == [16, 16, 16, 16, 4, 12]
 
 
 def test_the_loss_is_the_convex_combination():
-    model, batch = small_model(), small_data().batch("train", 0)
-    combined, metrics = model.loss(*batch, num_loops=3, jsrr_lambda=0.3)
+    model, batch = small_model(jsrr_lambda=0.3, jsrr_gate=0.0), small_data().batch("train", 0)
+    torch.manual_seed(0)
+    combined, metrics = model.loss(*batch, num_loops=3)
+    model.config = dataclasses.replace(model.config, jsrr_gate=2.0)
+    gated, same = model.loss(*batch, num_loops=3)
+    model.config = dataclasses.replace(model.config, jsrr_lambda=0.0)
     ce, plain = model.loss(*batch, num_loops=3)
     assert combined.item() == pytest.approx(0.7 * ce.item() + 0.3 * metrics["jsrr"].item()) and "jsrr" not in plain
+    share = 0.3 * math.exp(-2 * ce.item())
+    assert gated.item() == pytest.approx((1 - share) * ce.item() + share * same["jsrr"].item(), rel=0.02)
     model.config = dataclasses.replace(model.config, l2_penalty=0.5)
     h = list(stars.trajectory(model, batch[0], 3))
     update = (h[3] - h[2]).norm(dim=-1).mean().item()
@@ -190,13 +196,13 @@ def test_the_loss_is_the_convex_combination():
 
 
 def test_training_on_jsrr_alone_makes_the_loop_contract():
-    model = small_model(jsrr_rows=1.0, tied=False, spread=3.0)
+    model = small_model(jsrr_lambda=1.0, jsrr_gate=0.0, jsrr_rows=1.0, tied=False, spread=3.0)
     idx, targets = small_data().batch("train", 0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     before = stars.convergence(model, idx, 60)[-1, 0]
     for _ in range(60):
         optimizer.zero_grad()
-        model.loss(idx, targets, num_loops=4, jsrr_lambda=1.0)[0].backward()
+        model.loss(idx, targets, num_loops=4)[0].backward()
         optimizer.step()
     assert stars.convergence(model, idx, 60)[-1, 0] < 1e-3 * before
 
