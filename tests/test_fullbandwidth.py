@@ -1,0 +1,275 @@
+"""The claims of arXiv 2608.08888, and fullbandwidth.py against naive references, in float64 where it matters."""
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import fullbandwidth
+import train
+from fullbandwidth import Config, FullBandwidthGPT
+from train import UserError
+
+
+def small(dtype=torch.float64, **fields):
+    """A random model in eval mode, and one batch for it."""
+    config = Config(**dict(vocab_size=31, block_size=12, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, mlp_width=24, window=5,
+                           full_every=3, head_gates=True) | fields)
+    model = FullBandwidthGPT(config).to(dtype).eval()
+    for p in model.parameters():
+        if p.ndim == 1:  # gains: anything but 1
+            torch.nn.init.uniform_(p, 0.5, 1.5)
+    idx = torch.randint(0, config.vocab_size, (3, 13))
+    return model, idx[:, :-1], idx[:, 1:]
+
+
+# The naive model, written from the paper for one sequence: one position and one head at a time, nothing shared or cached.
+
+def naive_norm(x, gain):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain
+
+
+def naive_rotate(x, t, theta):
+    half = len(x) // 2
+    turned = torch.view_as_complex(torch.stack([x[:half], x[half:]], -1))
+    turned = turned * torch.polar(torch.ones(half).double(), t * theta ** (-torch.arange(half).double() / half))
+    return torch.cat([turned.real, turned.imag])
+
+
+def naive_stack(w, c, x):
+    """Final-normed states of inputs x (T, D)."""
+    T, hs, group = len(x), c.n_embd // c.n_head, c.n_head // c.n_kv_head
+    x = naive_norm(x, w["norm_in.gain"])
+    for i in range(c.n_layer):
+        g = {name[len(f"blocks.{i}."):]: p for name, p in w.items() if name.startswith(f"blocks.{i}.")}
+        a = naive_norm(x, g["norm1.gain"])
+        q, k, v = (a @ g["attn.qkv.weight"].T).split([c.n_embd, c.n_kv_head * hs, c.n_kv_head * hs], -1)
+        reach = c.window if c.window and (i + 1) % c.full_every else c.block_size
+        rows = []
+        for t in range(T):
+            heads = []
+            for n in range(c.n_head):
+                head = lambda z, m, s, gain: naive_rotate(naive_norm(z[s, m * hs:][:hs], gain), s, c.rope_theta)
+                seen = range(max(0, t - reach + 1), t + 1)
+                keys = torch.stack([head(k, n // group, s, g["attn.k_norm.gain"]) for s in seen])
+                values = v[seen[0]:t + 1, n // group * hs:][:, :hs]
+                y = (keys @ head(q, n, t, g["attn.q_norm.gain"]) / math.sqrt(hs)).softmax(0) @ values
+                heads.append(y * torch.sigmoid(a[t] @ g["attn.gate.weight"][n]))
+            rows.append(torch.cat(heads))
+        x = x + naive_norm(torch.stack(rows) @ g["attn.out.weight"].T, g["norm2.gain"]) / math.sqrt(2 * c.n_layer)
+        gate, up = (naive_norm(x, g["norm3.gain"]) @ g["mlp.gate_up.weight"].T).chunk(2, -1)
+        y = gate * torch.sigmoid(gate) * up @ g["mlp.down.weight"].T
+        x = x + naive_norm(y, g["norm4.gain"]) / math.sqrt(2 * c.n_layer)
+    return naive_norm(x, w["norm.gain"])
+
+
+def naive_embed(w, idx):
+    return naive_norm(w["wte.weight"][idx], w["norm_in.gain"])
+
+
+def naive_fuse(w, e, h):
+    """Equation 4."""
+    return (w["W_U.weight"] @ h) * torch.sigmoid(w["W_G.weight"] @ e)
+
+
+def naive_passes(w, c, idx, k):
+    """Equations 10 and 11 for one sequence (T,)."""
+    e = naive_embed(w, idx)
+    states = [naive_stack(w, c, e)]
+    for _ in range(k - 1):
+        fused = [naive_fuse(w, e[t], states[-1][t - 1]) for t in range(1, len(idx))]
+        states.append(naive_stack(w, c, torch.stack([e[0], *fused])))
+    return states
+
+
+def naive_recurrence(w, c, idx, prefill=1):
+    """One position after another, each fused with the state of the one before; the first `prefill` are plain."""
+    e = naive_embed(w, idx)
+    inputs = list(e[:prefill])
+    for t in range(prefill, len(idx)):
+        inputs.append(naive_fuse(w, e[t], naive_stack(w, c, torch.stack(inputs))[-1]))
+    return naive_stack(w, c, torch.stack(inputs))
+
+
+# Passes and the loss
+
+def test_passes_equal_the_naive_model():
+    model, idx, _ = small()
+    w = model.state_dict()
+    for row in range(2):
+        for ours, naive in zip(model.passes(idx, 3), naive_passes(w, model.config, idx[row], 3), strict=True):
+            torch.testing.assert_close(ours[row], naive, rtol=1e-10, atol=1e-10)
+
+
+def test_pass_k_is_the_sequential_recurrence_at_every_position_up_to_k():
+    model, idx, _ = small()
+    exact = naive_recurrence(model.state_dict(), model.config, idx[0])
+    for k, h in enumerate(model.passes(idx, 12), 1):
+        torch.testing.assert_close(h[0, :k], exact[:k], rtol=1e-10, atol=1e-10)
+        if k < 12:
+            assert (h[0, k] - exact[k]).abs().max() > 1e-6  # and not before
+
+
+def test_fusion_is_equation_4():
+    model, *_ = small()
+    e, h = torch.randn(2, 32).double()
+    torch.testing.assert_close(model.fuse(e, h), model.W_U.weight @ h / (1 + torch.exp(-model.W_G.weight @ e)))
+    assert not model.fuse(e, torch.zeros_like(h)).any()  # dropping the state drops the input: it cannot be ignored
+
+
+def test_the_other_fusions_leave_the_token_when_the_state_is_dropped():
+    for fusion in ("add", "concat"):
+        model, *_ = small(fusion=fusion)
+        e, h = torch.randn(2, 32).double()
+        dropped = model.fuse(e, torch.zeros_like(h))
+        torch.testing.assert_close(model.fuse(e, h) - dropped, model.W_U.weight @ h)
+        torch.testing.assert_close(dropped, e if fusion == "add" else model.W_G.weight @ e)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_loss_is_equation_12_and_its_gradients_run_through_every_pass(passes, monkeypatch):
+    monkeypatch.setitem(train.CHUNK, "cpu", 31 * 7)  # several chunks, the last one short
+    model, idx, targets = small(block_size=6)
+    idx, targets = idx[:2, :6], targets[:2, :6].clone()
+    targets[0, 2] = -1
+    model.train()
+    model.config.jitter, model.config.prefix_mix = 0.0, False
+    w = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    states = [naive_passes(w, model.config, row, passes) for row in idx]
+    ces = []
+    for k in range(passes):
+        log_p = (torch.stack([s[k] for s in states]) @ w["wte.weight"].T).log_softmax(-1)
+        ces.append(-log_p.gather(-1, targets.clamp_min(0)[..., None])[targets >= 0].mean())
+    expected = ces[0] + (sum(ces[1:]) / (passes - 1) if passes > 1 else 0)
+    loss, metrics = model.loss(idx, targets, passes)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(torch.stack(list(metrics.values())), torch.stack(ces).detach())
+    loss.backward()
+    expected.backward()
+    for name, p in model.named_parameters():
+        if passes == 1 and name in ("W_U.weight", "W_G.weight"):
+            assert p.grad is None
+        else:
+            torch.testing.assert_close(p.grad, w[name].grad, rtol=1e-8, atol=1e-10, msg=name)
+
+
+def test_feedback_does_not_cross_document_boundaries():
+    model, idx, _ = small(document_end=30, window=0)
+    idx = idx % 30
+    idx[:, 5] = 30  # the second document begins at position 6
+    other = idx.clone()
+    other[:, :5] = (other[:, :5] + 1) % 30
+    e = model.embed(idx)
+    for before, after in zip(model.passes(idx, 4)[:-1], model.passes(other, 4)[:-1]):
+        for h, row in ((before, idx), (after, other)):
+            x = model.feedback(h, model.embed(row), model.plain(row))
+            torch.testing.assert_close(x[:, [0, 6]], model.embed(row)[:, [0, 6]], rtol=0, atol=0)
+            assert (x[:, 7] - model.embed(row)[:, 7]).abs().max() > 0.01
+    h = model.passes(idx, 1)[0].detach().requires_grad_()
+    model.feedback(h, e, model.plain(idx))[:, 6].sum().backward()
+    assert not h.grad.any()
+
+
+def test_prefix_mix_in_restores_the_first_pass_inputs_and_jitter_is_bounded():
+    model, idx, _ = small(jitter=0.02)
+    model.train()
+    seen = []
+    model.stack, stack = lambda x: seen.append(x) or stack(x), model.stack
+    for _ in range(20):
+        model.passes(idx, 2)
+    cuts = set()
+    for first, second in zip(seen[::2], seen[1::2]):
+        same = (first == second).all(-1)  # (B, T)
+        assert same[:, 0].all() and (same[:, 1:] <= same[:, :-1]).all()  # a prefix
+        cuts |= set(same.sum(1).tolist())
+    assert len(cuts) > 6
+    model.config.prefix_mix = False
+    h, e, plain = torch.randn(3, 12, 32).double(), model.embed(idx), model.plain(idx)
+    noisy = model.feedback(h, e, plain)
+    model.eval()
+    exact = model.feedback(h, e, plain)
+    assert 0 < (noisy - exact).abs().max() <= 0.02 * model.W_U.weight.abs().sum(1).max()
+
+
+def test_depth_scaling_keeps_the_top_state_of_order_one_as_layers_grow():
+    for depth_scale in (True, False):
+        sizes = []
+        for n_layer in (4, 32):
+            model, idx, _ = small(torch.float32, n_layer=n_layer, depth_scale=depth_scale)
+            for p in model.parameters():
+                if p.ndim == 1:
+                    torch.nn.init.ones_(p)
+            residuals = []
+            model.stack(model.embed(idx), residuals=residuals)
+            assert len(residuals) == n_layer + 1
+            sizes.append(residuals[-1].square().mean().sqrt().item())
+        assert (sizes[1] < 1.5 * sizes[0]) == depth_scale
+
+
+# Sizes, memory, cost
+
+def test_presets_have_the_parameters_they_name():
+    counts = {}
+    for preset, fields in fullbandwidth.PRESETS.items():
+        with torch.device("meta"):
+            config, = train.split_fields(fields, Config)
+            counts[preset] = sum(p.numel() for p in FullBandwidthGPT(Config(**config)).parameters())
+    # 1b by hand: qkv 16 + 2 * 8 heads of 96, output, gates, three matrices of the MLP, gains; embeddings; W_U, W_G, gains
+    block = 32 * 96 * 1536 + 1536**2 + 16 * 1536 + 3 * 6656 * 1536 + 4 * 1536 + 2 * 96
+    assert counts["1b"] == 24 * block + 100_352 * 1536 + 2 * 1536**2 + 2 * 1536
+    assert round(counts["124m"] / 1e6) == 125 and round(counts["1b"] / 1e9, 2) == 1.07
+
+
+def test_flops_are_those_that_torch_counts():
+    model, idx, targets = small(torch.float32, n_embd=96, mlp_width=200, window=0, mix="0,1", feedback_from=0.0)
+    model.train()
+    with FlopCounterMode(display=False) as counter:
+        model.loss(idx, targets, 2)[0].backward()
+    # torch counts all T^2 of attention, and 5 instead of 4 products in its backward; T << D keeps that below 5%
+    assert counter.get_total_flops() == pytest.approx(model.flops_per_token() * idx.numel(), rel=0.05)
+
+
+def test_three_passes_keep_no_more_logits_than_one():
+    model, idx, targets = small(vocab_size=5000)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        model.loss(idx, targets, 3)
+    assert max(kept) == model.wte.weight.numel() < targets.numel() * 5000
+
+
+def test_bfloat16_loss_is_close_to_float32():
+    model, idx, targets = small(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = model.loss(idx, targets)[0]
+    assert low.item() == pytest.approx(model.loss(idx, targets)[0].item(), rel=2e-2)  # 8 bits of mantissa
+
+
+# The schedule, and starting from a standard model
+
+def test_pass_counts_follow_the_schedule_and_depend_on_seed_and_step_only():
+    config = Config(mix="0.75,0.22,0.03", feedback_from=0.25)
+    draws = [fullbandwidth.sample_passes(config, 7, step, 20_000) for step in range(1, 20_001)]
+    assert set(draws[:5000]) == {1}
+    for k, share in enumerate(config.shares, 1):
+        assert draws[5000:].count(k) / 15_000 == pytest.approx(share, abs=0.01)
+    torch.manual_seed(1)
+    assert draws[9000:9100] == [fullbandwidth.sample_passes(config, 7, step, 20_000) for step in range(9001, 9101)]
+    assert draws[9000:9100] != [fullbandwidth.sample_passes(config, 8, step, 20_000) for step in range(9001, 9101)]
+
+
+@pytest.mark.parametrize("fields, message", [
+    (dict(mix="0.5,0.4"), "sum to 1"), (dict(mix="1.5,-0.5"), "sum to 1"), (dict(mix="most"), "sum to 1"),
+    (dict(n_embd=100, n_head=8), "not divisible by --n_head=8"), (dict(n_kv_head=3), "not divisible by --n_kv_head=3"),
+    (dict(feedback_from=2.0), "feedback_from"), (dict(modulus=1), "modulus"), (dict(jitter=-1.0), "jitter")])
+def test_impossible_configs_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        Config(**fields)
+
+
+def test_passes_that_cannot_be_are_refused():
+    model, idx, targets = small()
+    with pytest.raises(UserError, match="0 passes: expected at least 1"):
+        model.passes(idx, 0)
+    with pytest.raises(UserError, match="trained with feedback"):
+        small(mix="1")[0].passes(idx, 2)
