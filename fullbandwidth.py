@@ -310,6 +310,79 @@ class FullBandwidthGPT(nn.Module):
         if ckpt["tokenizer"] != tokenizer.spec:
             raise UserError(f"--init_from={path} was trained with another tokenizer or vocabulary")
 
+    def new_cache(self, B, S):
+        c, like = self.config, self.wte.weight
+        return like.new_zeros(c.n_layer, 2, B, c.n_kv_head, S, c.n_embd // c.n_head)
+
+    @torch.no_grad()
+    def recurrent(self, idx, prefill=1, residuals=None):
+        """Final-normed states (B, T, D) of the sequential recurrence, which is soft decoding with idx (B, T) as the tokens:
+        a plain prefill of the first `prefill`, then each position fused with the state of the one before, with a KV cache.
+        residuals, a list: receives the residual stream of the last call of the stack."""
+        (B, T), e, plain = idx.shape, self.embed(idx), self.plain(idx)[..., None]
+        if prefill < T:
+            self.need_feedback("the recurrence")
+        cache = self.new_cache(B, T)
+        states = [self.stack(e[:, :prefill], cache, residuals=residuals)]
+        for t in range(prefill, T):
+            x = torch.where(plain[:, t:t + 1], e[:, t:t + 1], self.fuse(e[:, t:t + 1], states[-1][:, -1:]))
+            states.append(self.stack(x, cache[..., :t + 1, :], idx.new_full((B,), t), residuals))
+        return torch.cat(states, dim=1)
+
+    @torch.no_grad()
+    def generate(self, prompts, max_new_tokens, mode="standard", prefill_passes=1, temperature=1.0, top_k=None, seed=None,
+                 stop=()):
+        """The tokens that continue each prompt, as lists; each ends with its first token of `stop`. temperature 0 is greedy.
+
+        prompts: lists of tokens, of any lengths up to block_size. standard: a plain prefill, then token embeddings. soft: a
+        plain prefill, then every generated token is fused with the state that chose it. fused: the prompt gets
+        prefill_passes fused passes more, each one's cache replacing the last one's; then as soft.
+        """
+        if mode not in MODES:
+            raise UserError(f"--mode={mode}: no such mode; {train.nearest(mode, MODES)}")
+        if mode != "standard":
+            self.need_feedback(f"--mode={mode}")
+        if not min(map(len, prompts), default=0):
+            raise UserError("an empty prompt: there is nothing to continue")
+        if (T := max(map(len, prompts))) > self.config.block_size:
+            raise UserError(f"a prompt of {T} tokens is longer than the context of {self.config.block_size}: shorten it")
+        device, B = self.wte.weight.device, len(prompts)
+        generator = torch.Generator(device).manual_seed(seed) if seed is not None else None
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        idx = torch.tensor([[*p] + [0] * (T - len(p)) for p in prompts], device=device)  # what pads the right is never seen
+        cache, e = self.new_cache(B, T + max_new_tokens), self.embed(idx)
+        h = self.stack(e, cache)
+        for _ in range(prefill_passes if mode == "fused" else 0):
+            h = self.stack(self.feedback(h, e, self.plain(idx)), cache)
+        last = torch.arange(B, device=device), lengths - 1
+        h, token, new = h[last], idx[last], [[] for _ in prompts]
+        for n in range(max_new_tokens):
+            if n:
+                x = e = self.embed(token[:, None])
+                if mode != "standard":
+                    x = torch.where(self.plain(token[:, None], before)[..., None], e, self.fuse(e, h[:, None]))
+                h = self.stack(x, cache[..., :T + n, :], lengths + n - 1)[:, 0]
+            before, token = token, sample_token(self.readout(h), temperature, top_k, generator)
+            for row, t in zip(new, token.tolist()):
+                if not row or row[-1] not in stop:
+                    row.append(t)
+            if all(row[-1] in stop for row in new):
+                break
+        return new
+
+
+MODES = ("standard", "soft", "fused")
+
+
+def sample_token(logits, temperature, top_k, generator):
+    """One token per row of logits (B, V)."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature == 0:
+        return logits.argmax(-1)
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:], -math.inf)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Training. train.py's Run does the rest: devices, data, optimiser, schedule, evaluation, log, checkpoints.

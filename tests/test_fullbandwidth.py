@@ -273,3 +273,98 @@ def test_passes_that_cannot_be_are_refused():
         model.passes(idx, 0)
     with pytest.raises(UserError, match="trained with feedback"):
         small(mix="1")[0].passes(idx, 2)
+
+
+# Decoding
+
+def naive_generate(model, prompts, n, mode, prefill_passes=1, temperature=1.0, top_k=None, seed=None):
+    """No cache, no padding: for every token, every row is run again from its start, with the inputs that it has had."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs, rows = [], [list(p) for p in prompts]
+    for p in prompts:
+        idx = torch.tensor([p])
+        e = x = model.embed(idx)
+        for _ in range(prefill_passes if mode == "fused" else 0):
+            x = torch.cat([e[:, :1], model.fuse(e[:, 1:], model.stack(x)[:, :-1])], 1)
+        inputs.append(x)
+    for _ in range(n):
+        h = torch.cat([model.stack(x)[:, -1] for x in inputs])
+        logits = h @ model.wte.weight.T
+        if top_k:
+            least = logits.sort(-1, descending=True).values[:, top_k - 1:top_k]
+            logits = torch.where(logits >= least, logits, -math.inf)
+        tokens = logits.argmax(-1) if temperature == 0 else torch.multinomial(
+            (logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+        for i, token in enumerate(tokens):
+            e = model.embed(token[None, None])
+            inputs[i] = torch.cat([inputs[i], e if mode == "standard" else model.fuse(e, h[i:i + 1, None])], 1)
+            rows[i].append(token.item())
+    return [row[len(p):] for row, p in zip(rows, prompts)]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.05])
+@pytest.mark.parametrize("mode, prefill_passes", [("standard", 1), ("soft", 1), ("fused", 1), ("fused", 3)])
+def test_cached_decoding_of_a_batch_equals_naive_decoding_past_the_context(mode, prefill_passes, temperature):
+    model, idx, _ = small()
+    prompts = [idx[0, :5].tolist(), idx[1].tolist(), idx[2, :1].tolist()]
+    options = dict(prefill_passes=prefill_passes, temperature=temperature, top_k=20, seed=1)
+    with torch.no_grad():
+        expected = naive_generate(model, prompts, 20, mode, **options)
+    assert model.generate(prompts, 20, mode, **options) == expected
+
+
+def test_the_three_modes_differ_and_seeds_repeat():
+    model, idx, _ = small()
+    prompts = idx.tolist()
+    outputs = [model.generate(prompts, 20, mode, temperature=0.05, seed=seed) for mode in fullbandwidth.MODES for seed in (1, 2, 1)]
+    assert all(outputs[i] == outputs[i + 2] != outputs[i + 1] for i in (0, 3, 6))
+    assert len({str(output) for output in outputs}) == 6
+
+
+def test_soft_decoding_with_given_tokens_is_the_sequential_recurrence():
+    model, idx, _ = small()
+    h = model.recurrent(idx)
+    torch.testing.assert_close(h[0], naive_recurrence(model.state_dict(), model.config, idx[0]), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(h, model.passes(idx, 12)[-1], rtol=1e-10, atol=1e-10)
+    new = model.generate(idx[:, :4].tolist(), 8, "soft", temperature=0)
+    h = model.recurrent(torch.cat([idx[:, :4], torch.tensor(new)], 1), prefill=4)
+    assert torch.equal(model.readout(h[:, 3:-1]).argmax(-1), torch.tensor(new))
+
+
+def test_a_generated_document_starts_plain():
+    model, idx, _ = small(document_end=30, window=0)
+    prompts = [[1, 2, 30], [30, 4, 5]]
+    for mode in ("soft", "fused"):
+        new = model.generate(prompts, 9, mode, prefill_passes=2, temperature=0.05, seed=1)  # two are exact for 3 tokens
+        idx = torch.cat([torch.tensor(prompts), torch.tensor(new)], 1)
+        with torch.no_grad():  # by the Jacobi iteration, fused over the whole text or from the end of the prompt on
+            e, h, plain = model.embed(idx), model.passes(idx, 1)[0], model.plain(idx)
+            if mode == "soft":
+                plain[:, :3] = True
+            for _ in range(12):
+                h = model.stack(model.feedback(h, e, plain))
+        generator = torch.Generator().manual_seed(1)
+        for t in range(9):
+            token = fullbandwidth.sample_token(model.readout(h[:, 2 + t]), 0.05, None, generator)
+            assert token.tolist() == [row[t] for row in new]
+
+
+def test_rows_end_with_their_first_stop_token():
+    model, idx, _ = small()
+    prompts = idx[:, :3].tolist()
+    free = model.generate(prompts, 30, "soft", seed=3)
+    stop = [free[0][4], free[1][7]]
+    for row, stopped in zip(free, model.generate(prompts, 30, "soft", seed=3, stop=stop), strict=True):
+        end = next((i for i, t in enumerate(row) if t in stop), 29)
+        assert stopped == row[:end + 1]
+    assert model.generate(prompts, 0) == [[], [], []]
+
+
+@pytest.mark.parametrize("fields, prompt, mode, message", [
+    ({}, [1], "sotf", "did you mean soft"), ({}, [], "soft", "an empty prompt"),
+    ({}, [1] * 13, "fused", "13 tokens is longer than the context of 12"),
+    (dict(mix="1"), [1], "soft", "--mode=soft needs a model trained with feedback"),
+    (dict(mix="1"), [1], "fused", "--mode=fused needs a model trained with feedback")])
+def test_prompts_and_modes_that_cannot_be_are_refused(fields, prompt, mode, message):
+    with pytest.raises(UserError, match=message):
+        small(**fields)[0].generate([prompt], 3, mode)
