@@ -278,15 +278,21 @@ class FullBandwidthGPT(nn.Module):
     def loss(self, idx, targets, passes=None):
         """(loss, metrics) for idx and targets (B, T), targets -1 where there is no loss; all of the mix's passes by default.
 
-        Equation 12 with lambda = 1: CE_1 + mean_{k >= 2} CE_k. metrics: ce_k, nats.
+        Equation 12 with lambda = 1: CE_1 + mean_{k >= 2} CE_k. metrics: ce_k in nats; in evaluation also the mean norms of
+        the fusion's two paths.
         """
         k = len(self.config.shares) if passes is None else passes
-        rows = torch.cat(self.passes(idx, k)).flatten(0, 1)  # of all passes in one call: no more logits live than for one
+        states = self.passes(idx, k)
+        rows = torch.cat(states).flatten(0, 1)  # of all passes in one call: no more logits live than for one
         given = (targets >= 0).flatten()
         share = given.to(rows.dtype) / given.sum()
         scale = torch.cat([share] + [share / (k - 1)] * (k - 1))
         loss, ce = cross_entropy(rows, self.readout_weight, targets.clamp_min(0).flatten().repeat(k), scale)
-        return loss, {f"ce_{i}": ce_i for i, ce_i in enumerate((ce.view(k, -1) * share).sum(1), 1)}
+        metrics = {f"ce_{i}": ce_i for i, ce_i in enumerate((ce.view(k, -1) * share).sum(1), 1)}
+        if k > 1 and not self.training:
+            for name, path in zip(("state_path", "token_path"), self.paths(self.embed(idx), states[0])):
+                metrics[name] = path.norm(dim=-1).mean().detach()
+        return loss, metrics
 
     def flops_per_token(self):
         """Training FLOPs per token, averaged over the schedule of passes: 6 per weight used, 12 D per key attended to."""
@@ -411,9 +417,252 @@ def train_model(run):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Diagnostics. `batches` is a list of (idx, targets), each (B, T).
+
+PASSES = (1, 2, 3, 4, 5, 10, 20, 30, 100, 1000)
+
+
+@torch.no_grad()
+def token_loss(model, h, targets):
+    """Mean CE in nats of states h (B, T, D)."""
+    given = (targets >= 0).flatten()
+    scale = given.to(h.dtype) / given.sum()
+    return cross_entropy(h.flatten(0, 1), model.readout_weight, targets.clamp_min(0).flatten(), scale)[0]
+
+
+@torch.no_grad()
+def pass_curve(model, batches, ks=PASSES):
+    """(len(ks), 2): for ascending k, CE after pass k, which is that after k - 1 prefill passes, and ||h^(k) - h^(k-1)||, the
+    mean over tokens, h^(0) = 0. It ends early only where a pass changes nothing, bit for bit: then no later one does."""
+    def curve(idx, targets):
+        states, rows, k, h, update = model.iterate(idx), [], 0, 0.0, math.inf
+        for last in ks:
+            while k < last and update:
+                before, h, k = h, next(states), k + 1
+                update = (h - before).norm(dim=-1).mean()
+            rows.append(torch.stack([token_loss(model, h, targets), update]))
+        return torch.stack(rows)
+    return sum(curve(*batch) for batch in batches) / len(batches)
+
+
+def feedback_gains(model, idx, steps=16, generator=None):
+    """||J^T v|| of each power-iteration step, (steps, B), at the exact states of idx, from a random unit v in each row.
+
+    J is the Jacobian of h^(k-1) -> h^(k). A position reads earlier ones only, so J is nilpotent: its spectral radius is 0,
+    and after T steps nothing is left. What tells contraction from divergence is the geometric mean over fewer steps.
+    """
+    h, e, plain = model.recurrent(idx).requires_grad_(), model.embed(idx), model.plain(idx)
+    after = model.stack(model.feedback(h, e, plain))
+    v, gains = torch.randn(h.shape, dtype=h.dtype, device=h.device, generator=generator), []
+    for _ in range(steps):
+        v = v / v.flatten(1).norm(dim=1).clamp_min(torch.finfo(v.dtype).tiny)[:, None, None]
+        v, = torch.autograd.grad(after, h, v, retain_graph=True)
+        gains.append(v.flatten(1).norm(dim=1))
+    return torch.stack(gains)
+
+
+@torch.no_grad()
+def zeroed_loss(model, batches):
+    """CE of the second pass with h = 0: what the fusion's token path alone is worth, its shortcut past the state."""
+    def loss(idx, targets):
+        e = model.embed(idx)
+        return token_loss(model, model.stack(model.feedback(torch.zeros_like(e), e, model.plain(idx))), targets)
+    return sum(loss(*batch) for batch in batches).item() / len(batches)
+
+
+def accuracy(model, prompts, answers, mode, stop=()):
+    """Share of prompts whose greedy continuation is the answer, a list of tokens, and the mean length decoded."""
+    new = model.generate(prompts, max(map(len, answers)), mode, temperature=0, stop=stop)
+    return sum(a == b for a, b in zip(new, answers)) / len(new), sum(map(len, new)) / len(new)
+
+
+@torch.no_grad()
+def drift(model, prompt, mode, n=1000, seed=42):
+    """Of n sampled tokens: mean ||h|| in their first and their last tenth, and the share of 4-grams that are new."""
+    new, = model.generate([prompt], n, mode, seed=seed)
+    idx, tenth = torch.tensor([[*prompt, *new]], device=model.wte.weight.device), max(1, n // 10)
+    h = model.stack(model.embed(idx)) if mode == "standard" else model.recurrent(idx, prefill=len(prompt))
+    norms, grams = h[0, len(prompt):].norm(dim=-1), [tuple(new[i:i + 4]) for i in range(n - 3)]
+    return norms[:tenth].mean().item(), norms[-tenth:].mean().item(), len(set(grams)) / len(grams)
+
+
+def probe(features, labels, groups, folds=4, l2=1.0):
+    """Held-out accuracy of L2-regularised logistic regression of labels (N,), 0 or 1, on features (N, D); whole groups are
+    held out, each in one of the folds."""
+    names = sorted(set(groups))
+    fold = torch.tensor([names.index(group) * folds // len(names) for group in groups], device=labels.device)
+    x, y, right = features.double(), labels.double(), 0
+    for i in range(folds):
+        held = fold == i
+        z = (x - x[~held].mean(0)) / x[~held].std(0).clamp_min(1e-6)
+        w = torch.zeros(x.shape[1] + 1, dtype=x.dtype, device=x.device, requires_grad=True)
+        optimizer = torch.optim.LBFGS([w], max_iter=100, line_search_fn="strong_wolfe")
+
+        def closure():
+            optimizer.zero_grad()
+            loss = F.binary_cross_entropy_with_logits(z[~held] @ w[1:] + w[0], y[~held], reduction="sum")
+            loss = loss + l2 / 2 * w[1:].square().sum()
+            loss.backward()
+            return loss
+        optimizer.step(closure)
+        right += ((z[held] @ w[1:] + w[0] > 0) == (y[held] > 0)).sum().item()
+    return right / len(y)
+
+
+def probe_depths(model, data, task, size, writes=16, n=400, recurrent=(0, 1, 2, 4, None)):
+    """State accessibility (section 4.4): probe accuracy at the last token, (len(recurrent), n_layer + 1), at each depth of
+    the residual stream, 0 the stack's input, after a recurrent prefill of the last so many tokens, None: of all."""
+    texts, labels, groups = zip(*(data.program(task, i, size, writes) for i in range(n)))
+    idx = torch.tensor([data.tokenizer.encode(text) for text in texts], device=model.wte.weight.device)
+    table, T = [], idx.shape[1]
+    for last in recurrent:
+        residuals = []
+        model.recurrent(idx, 1 if last is None else T - last, residuals)
+        table.append([probe(x[:, -1], torch.tensor(labels, device=x.device), groups) for x in residuals])
+    return torch.tensor(table)
+
+
+def diagnose(path):
+    """Print every diagnostic of a trained run on its validation split and draw passes into RUN/diagnostics.png."""
+    model, options, _ = train.load_model(path, "fullbandwidth", FullBandwidthGPT)
+    c, data, device = model.config, train.load_data(options, model.config), model.wte.weight.device
+    batches = [tuple(t.to(device) for t in data.batch("val", i)) for i in range(min(2, options.eval_batches))]
+    print(f"{path}: mix {c.mix}, fusion {c.fusion}")
+    ks = PASSES if model.W_U is not None else (1,)
+    curve = pass_curve(model, batches, ks).cpu()
+    print("\npass (prefill passes)       CE   ||h^(k) - h^(k-1)||")
+    for k, (ce, update) in zip(ks, curve.tolist()):
+        print(f"{k:4d} {f'({k - 1})':>16}   {ce:6.4f}   {update:.3e}")
+    modes = MODES if model.W_U is not None else MODES[:1]
+    if model.W_U is not None:
+        gains = feedback_gains(model, batches[0][0]).log().mean(0).exp()
+        print(f"feedback map at its fixed point: a perturbation shrinks to {gains.mean():.3f} of itself per pass, the worst "
+              f"row's to {gains.max():.3f} (16 power-iteration steps)")
+        print(f"CE of pass 2 with h = 0: {zeroed_loss(model, batches):.4f}")
+    if options.dataset == "running-sum":
+        show_running_sum(model, options)
+    elif options.dataset == "statetrack":
+        show_state_tracking(model, data, modes)
+    else:
+        for mode in modes:
+            first, last, new = drift(model, batches[0][0][0, :8].tolist(), mode)
+            print(f"1,000 tokens, {mode:8}: ||h|| {first:.2f} in the first tenth, {last:.2f} in the last; new 4-grams {new:.1%}")
+    figure, axes = train.new_figure(2)
+    draw_passes(axes, ks, curve, "this run")
+    figure.savefig((Path(path) if Path(path).is_dir() else Path(path).parent) / "diagnostics.png", dpi=120)
+
+
+@torch.no_grad()
+def show_running_sum(model, options):
+    """Accuracy on the trained length T and on the T positions behind it, which no window has reached."""
+    T = model.config.block_size
+    idx, targets = train.RunningSumData(options, replace(model.config, block_size=2 * T)).batch("val", 0)
+    idx, targets = idx.to(model.wte.weight.device), targets.to(model.wte.weight.device)
+    states = {f"pass {k}": h for k, h in enumerate(model.passes(idx, len(model.config.shares)), 1)}
+    if model.W_U is not None:
+        states["soft decoding"] = model.recurrent(idx)
+    print(f"\naccuracy at positions    1 .. {T}   {T + 1} .. {2 * T}   (chance {1 / model.config.modulus:.1%})")
+    for name, h in states.items():
+        right = (model.readout(h).argmax(-1) == targets).float()
+        print(f"{name:22} {right[:, :T].mean():9.2%} {right[:, T:].mean():11.2%}")
+
+
+def show_state_tracking(model, data, modes):
+    """Answers under the decoders, then the probes. A readable state is not yet one that the model uses."""
+    shown = [(task, size) for task, sizes in data.sizes.items() for size in sizes if data.length(task, size) <= data.T]
+    print("\nright answers".ljust(25) + "".join(f"{mode:>10}" for mode in modes))
+    for task, size in shown:
+        programs = [data.program(task, i, size) for i in range(400)]
+        prompts = [data.tokenizer.encode(text) for text, *_ in programs]
+        answers = [[data.tokenizer.ids[data.answers[task][label]]] for _, label, _ in programs]
+        print(f"{task:12} size {size:<6}" + "".join(f"{accuracy(model, prompts, answers, mode)[0]:>10.1%}" for mode in modes))
+    print("\nprobes at the last token, by depth (0: the stack's input); readable is not the same as used")
+    for task, size in shown:
+        prefills = (0, 1, 2, 4, None) if len(modes) > 1 else (0,)
+        for last, row in zip(prefills, probe_depths(model, data, task, size, recurrent=prefills).tolist()):
+            name = "recurrence" if last is None else f"last {last} recurrent" if last else "standard prefill"
+            print(f"{task:12} size {size:<4} {name:18}" + "".join(f"{value:>8.1%}" for value in row))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sweeps: what the states do when iterated past the training depth.
+
+def draw_passes(axes, ks, curve, label):
+    for axis, values, name in zip(axes, curve.T.tolist(), ("validation loss", "||h^(k) - h^(k-1)||")):
+        axis.plot(ks, values, "o-", label=label)
+        axis.set(xlabel="pass k", ylabel=name, xscale="log")
+    axes[1].set(yscale="symlog")
+    axes[0].legend(fontsize="x-small")
+
+
+def iterate_runs(runs, out):
+    """Print loss and update size over passes, mean (and spread over seeds), and the loss with h = 0, for every condition;
+    write passes.csv and passes.png."""
+    rows, (figure, axes) = [], train.new_figure(2)
+    for condition in dict.fromkeys(condition for condition, _ in runs):
+        curves = []
+        for path in (path for (name, _), path in runs.items() if name == condition):
+            model, options, _ = train.load_model(path, "fullbandwidth", FullBandwidthGPT)
+            data, ks = train.load_data(options, model.config), PASSES if model.W_U is not None else (1,)
+            batches = [tuple(t.to(model.wte.weight.device) for t in data.batch("val", i)) for i in range(2)]
+            curves.append(pass_curve(model, batches, ks).cpu())
+        curves = torch.stack(curves)  # (seeds, passes, 2)
+        mean, spread = curves.mean(0), curves.std(0, correction=0)
+        rows += [{"condition": condition, "seeds": len(curves), "pass": k, "loss": m[0], "loss_std": s[0], "update": m[1],
+                  "update_std": s[1]} for k, m, s in zip(ks, mean.tolist(), spread.tolist())]
+        zeroed = f"; loss with h = 0 {zeroed_loss(model, batches):.3f} (last seed)" if model.W_U is not None else ""
+        print(f"\n{condition}{zeroed}")
+        for row in rows[-len(ks):]:
+            print("  pass {pass:4d}   loss {loss:.4f} +- {loss_std:.4f}   update {update:.2e} +- {update_std:.1e}".format(**row))
+        draw_passes(axes, ks, mean, condition)
+    train.write_csv(out / "passes.csv", rows)
+    figure.savefig(out / "passes.png", dpi=120)
+    print(f"\nwritten to {out}/passes.csv and passes.png")
+
+
+SWEEPS = {
+    "passes": ({"1": dict(mix="1"), "75+25": dict(mix="0.75,0.25"), "75+22+3": dict(mix="0.75,0.22,0.03")}, iterate_runs),
+    "stabilisers": ({f"{name}, {mix}": fields | dict(mix=shares) for name, fields in {
+        "all": {}, "no depth scaling": dict(depth_scale=False), "no input norm": dict(input_norm=False),
+        "no jitter": dict(jitter=0.0), "no prefix mix-in": dict(prefix_mix=False), "untied": dict(tied=False),
+        "none": dict(depth_scale=False, input_norm=False, jitter=0.0, prefix_mix=False, tied=False)}.items()
+        for mix, shares in (("75+25", "0.75,0.25"), ("75+22+3", "0.75,0.22,0.03"))}, iterate_runs),
+    "fusion": ({fusion: dict(fusion=fusion) for fusion in ("gated", "add", "concat")}, iterate_runs),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Arguments:
+    prompt: str = ""  # text to continue; without it, the diagnostics are printed
+    mode: Literal["standard", "soft", "fused"] = "standard"  # feed back nothing, generated tokens' states, the prompt's too
+    prefill_passes: int = 1  # fused passes over the prompt, with --mode=fused
+    max_new_tokens: int = 200  # how many tokens to generate
+    temperature: float = 0.8  # 0: greedy
+    top_k: int = 50  # sample from the k likeliest; 0: from all
+    seed: int = 42  # seed of the sampling
+    stop: str = ""  # end at any of these tokens
+
+    def __post_init__(self):
+        check_at_least(self, 0, "max_new_tokens", "temperature", "top_k")
+        check_at_least(self, 1, "prefill_passes")
+
 
 def main(argv):
-    raise UserError("not written yet")
+    parser = train.Parser("python fullbandwidth.py RUN [--prompt=TEXT] [--field=value ...]", Arguments)
+    if not argv or argv[0].startswith("-"):
+        return parser.print_help()
+    values = parser.parse(argv[1:])
+    a = Arguments(**values)
+    if "prompt" not in values:
+        return diagnose(argv[0])
+    model, _, tokenizer = train.load_model(argv[0], "fullbandwidth", FullBandwidthGPT)
+    if tokenizer.spec["name"] == "regex" and (missing := tokenizer.missing(a.prompt)):
+        print(f"warning: read as <unk>, since the training text lacks them: {missing}", file=sys.stderr)
+    new, = model.generate([tokenizer.encode(a.prompt)], a.max_new_tokens, a.mode, a.prefill_passes, a.temperature, a.top_k,
+                          a.seed, tokenizer.encode(a.stop))
+    print(a.prompt + tokenizer.decode(new))
 
 
 if __name__ == "__main__":

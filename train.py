@@ -32,7 +32,7 @@ class UserError(ValueError):
 
 @dataclasses.dataclass
 class Options:
-    dataset: str = "python-docs"  # python-docs, shakespeare, wikitext-2, wikitext-103, or the path of a UTF-8 text file
+    dataset: str = "python-docs"  # python-docs, shakespeare, wikitext-2, wikitext-103, running-sum, statetrack, or a text file
     tokenizer: Literal["char", "regex", "gpt2"] = "char"  # characters; words and runs of white space; GPT-2's BPE
     data_dir: str = "data"  # where downloads and token caches are kept
     out_dir: str = ""  # the run directory; empty: out/MODEL-PRESET
@@ -140,7 +140,7 @@ SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/
 WIKITEXT = {"wikitext-2": ("https://wikitext.smerity.com/wikitext-2-raw-v1.zip", None, None),
             "wikitext-103": ("https://wikitext.smerity.com/wikitext-103-raw-v1.zip", 191984949, None)}
 PARALLEL_BYTES = 1 << 24  # texts from this size on are tokenized on all cores
-DATASETS = ("python-docs", "shakespeare", *WIKITEXT)
+DATASETS = ("python-docs", "shakespeare", *WIKITEXT, "running-sum", "statetrack")
 
 
 def download(url, path, size=None, sha256=None, tries=3):
@@ -273,7 +273,8 @@ def blocks(path, start, end, size=1 << 20):
 class Tokenizer:
     """A list of types. char: one token per character, and an unknown one is an error. regex: the paper's (arXiv
     2606.24898), runs of white space, words, single other characters; an unknown one becomes <unk>, which cannot be undone."""
-    patterns = {"char": re.compile(r"(?s)."), "regex": re.compile(r"\s+|[A-Za-z0-9_]+|[^\w\s]|\w")}  # |\w: beyond ASCII
+    patterns = {"char": re.compile(r"(?s)."), "regex": re.compile(r"\s+|[A-Za-z0-9_]+|[^\w\s]|\w"),  # |\w: beyond ASCII
+                "words": re.compile(r"\n| ?\w+| ?[^\w\s]+")}  # statetrack's programs
     specials = ["<pad>", "<bos>", "<eos>", "<unk>"]
 
     def __init__(self, name, vocab):
@@ -446,9 +447,84 @@ class TextData:
         return rows[:, :-1], rows[:, 1:]
 
 
+class RunningSumData:
+    """Random bits; the target at every position is the sum of the bits so far, modulo config.modulus (`0110` -> `0122` for
+    3). Rows of block_size bits, made on the fly; the validation split's are the same at every seed."""
+
+    def __init__(self, options, config):
+        self.options, self.T, self.vocab_size = options, config.block_size, config.modulus
+        self.tokenizer = Tokenizer("char", [chr(ord("0") + i) for i in range(self.vocab_size)])
+        self.batches_per_epoch = max(1, 2 ** min(self.T, 20) // options.batch_size)
+
+    def batch(self, split, i, rank=0, world=1):
+        rng = np.random.default_rng([self.options.seed, i] if split == "train" else [i])
+        bits = torch.from_numpy(rng.integers(0, 2, (self.options.batch_size, self.T)))[rank::world]
+        return bits, bits.cumsum(1) % self.vocab_size
+
+
+class StateTrackData:
+    """The state-tracking tasks of arXiv 2608.08888, appendix F: short programs, then a question about their state.
+
+        completion  required = 4 | completed = 9 | scratch = 7 | `size` times: scratch += 0 | Status: more
+        memory      state = 1 | scratch = 0 | five times: scratch ^= 0 or 1 | `size` times: scratch += 0 | # final state: one
+        registers   `writes` times: r3 = 0 or 1, `size` registers in random order | 8 times: scratch += 0 | query = r3 | Value: 1
+
+    (| stands for a line's end.) A token is a word or a sign. Targets are -1 except at the answer, the last token.
+    """
+    answers = {"completion": (" more", " done"), "memory": (" zero", " one"), "registers": (" 0", " 1")}
+    sizes = {"completion": (0, 8, 32, 128, 256), "memory": (0, 8, 32, 128, 256), "registers": (1, 2, 4, 8)}
+    vocab = ["<pad>", "\n", ":", "#", " =", " +=", " ^=", *(f" {i}" for i in range(10)), *(f"r{i}" for i in range(8)),
+             *(f" r{i}" for i in range(8)), "required", "completed", "scratch", "state", "query", "Status", "Value",
+             " final", " state", " done", " more", " zero", " one"]
+
+    def __init__(self, options, config):
+        self.options, self.tokenizer, self.vocab_size = options, Tokenizer("words", self.vocab), len(self.vocab)
+        self.T = max(config.block_size, self.length("registers", 8))
+        self.batches_per_epoch = max(1, 1_000_000 // options.batch_size)
+
+    def program(self, task, i, size, writes=16):
+        """Program i of a task, (text up to the colon, label: which of the two answers, group). The programs of a group
+        share what a probe could learn by heart, a pair of numbers or a scratch context: folds must not divide it."""
+        versions = {"completion": 4, "memory": 2, "registers": 1}[task]
+        rng = np.random.default_rng([size, i // versions])
+        noops = "scratch += 0\n" * (8 if task == "registers" else size)
+        if task == "completion":
+            a, b = rng.choice(10, 2, replace=False)
+            required, completed = ((a, a), (a, b), (b, a), (b, b))[i % 4]
+            text = f"required = {required}\ncompleted = {completed}\nscratch = {rng.integers(10)}\n{noops}Status:"
+            return text, int(required == completed), f"{min(a, b)} {max(a, b)}"
+        if task == "memory":
+            xors = "".join(f"scratch ^= {bit}\n" for bit in rng.integers(0, 2, 5))
+            return f"state = {i % 2}\nscratch = 0\n{xors}{noops}# final state:", i % 2, xors
+        order, bits, query = rng.permutation(np.arange(writes) % size), rng.integers(0, 2, writes), rng.integers(size)
+        lines = "".join(f"r{register} = {bit}\n" for register, bit in zip(order, bits))
+        return f"{lines}{noops}query = r{query}\nValue:", int(bits[order == query][-1]), str(i)
+
+    @functools.cache
+    def length(self, task, size):
+        return len(self.tokenizer.encode(self.program(task, 0, size)[0]))
+
+    def batch(self, split, i, rank=0, world=1):
+        """Each row a random program of a random task, of a size that fits into T tokens."""
+        n, rng = self.options.batch_size, np.random.default_rng([self.options.seed, i] if split == "train" else [i])
+        idx, targets = torch.zeros(n, self.T, dtype=torch.int64), torch.full((n, self.T), -1)
+        for row in range(n):
+            task = rng.choice(list(self.sizes))
+            size = rng.choice([s for s in self.sizes[task] if self.length(task, s) <= self.T])
+            text, label, _ = self.program(task, int(rng.integers(1 << 40)), int(size))
+            tokens = self.tokenizer.encode(text)
+            idx[row, :len(tokens)] = torch.tensor(tokens)
+            targets[row, len(tokens) - 1] = self.tokenizer.ids[self.answers[task][label]]
+        return idx[rank::world], targets[rank::world]
+
+
 def load_data(options, config):
-    """The data of `options.dataset`, whose tokenizer then fixes config.vocab_size."""
-    return TextData(options, config)
+    """The data of `options.dataset`, which then fixes config.vocab_size and config.block_size."""
+    if options.dataset not in ("running-sum", "statetrack"):
+        return TextData(options, config)
+    if not hasattr(config, "modulus"):
+        raise UserError(f"--dataset={options.dataset} is a task of fullbandwidth: python train.py fullbandwidth")
+    return (RunningSumData if options.dataset == "running-sum" else StateTrackData)(options, config)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -640,7 +716,7 @@ class Run:
             dist.barrier()
         if not self.first:
             self.data = load_data(options, config)
-        self.config = dataclasses.replace(config, vocab_size=self.data.vocab_size)
+        self.config = dataclasses.replace(config, vocab_size=self.data.vocab_size, block_size=self.data.T)
         self.max_steps = options.max_steps or options.epochs * self.data.batches_per_epoch // options.grad_accum
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
@@ -784,7 +860,8 @@ class Run:
             line += f"  {row['tokens_per_sec']:,.0f} tok/s  mfu {row['mfu']:.1%}  {left // 60:.0f}:{left % 60:02.0f} left"
         if evaluate:
             row |= self.evaluate()
-            line += f"  val {row['val_loss']:.4f}"
+            line += f"  val {row['val_loss']:.4f}" + "".join(
+                f"  {k} {row[k]:.4g}" for k in self.show if k in row and k.startswith("val_"))
         self.say(line)
         self.rows.append(row)
         if self.first:
@@ -837,7 +914,7 @@ class Run:
         """curves.png: training and validation loss, and one panel per quantity of the script's SHOW."""
         if not self.first:
             return
-        panels = [("train_loss", "val_loss"), *((name,) for name in self.show)]
+        panels = [("train_loss", "val_loss"), *((name,) for name in self.show if any(name in r for r in self.rows))]
         figure, axes = new_figure(len(panels))
         for axis, names in zip(axes, panels):
             for name in names:

@@ -368,3 +368,102 @@ def test_rows_end_with_their_first_stop_token():
 def test_prompts_and_modes_that_cannot_be_are_refused(fields, prompt, mode, message):
     with pytest.raises(UserError, match=message):
         small(**fields)[0].generate([prompt], 3, mode)
+
+
+# The tasks
+
+def test_running_sums_are_right_at_every_position_for_any_modulus_and_length():
+    for modulus, length in ((2, 5), (3, 33), (40, 64)):
+        data = train.load_data(train.Options(dataset="running-sum", batch_size=4), Config(modulus=modulus, block_size=length))
+        idx, targets = data.batch("train", 3)
+        assert idx.shape == targets.shape == (4, length) and data.vocab_size == modulus
+        for row, answers in zip(idx.tolist(), targets.tolist()):
+            assert set(row) <= {0, 1}
+            assert answers == [sum(row[:t + 1]) % modulus for t in range(length)]
+        assert torch.equal(torch.cat([data.batch("train", 3, rank, 2)[0] for rank in (0, 1)]), idx[[0, 2, 1, 3]])
+        assert not torch.equal(data.batch("train", 4)[0], idx)
+
+
+def execute(text):
+    """What a statetrack program answers."""
+    state = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(" = ")
+        if line.startswith("scratch "):
+            continue
+        if line == "Status:":
+            return " done" if state["required"] == state["completed"] else " more"
+        if line == "# final state:":
+            return {"0": " zero", "1": " one"}[state["state"]]
+        if line == "Value:":
+            return f" {state[state['query']]}"
+        state[name] = value
+
+
+def test_statetrack_answers_are_what_the_programs_compute():
+    data = train.load_data(train.Options(dataset="statetrack", batch_size=60), Config(block_size=150))
+    idx, targets = data.batch("train", 0)
+    questions = set()
+    for row, answer in zip(idx, targets):
+        at, = (answer >= 0).nonzero()[:, 0]
+        text = data.tokenizer.decode(row[:at + 1].tolist())
+        assert data.tokenizer.decode([answer[at].item()]) == execute(text) and not row[at + 1:].any()
+        questions.add((text.splitlines()[-1], text.count("scratch += 0")))
+    assert questions >= {("Status:", 0), ("Status:", 32), ("# final state:", 8), ("Value:", 8)}
+
+
+def test_statetrack_programs_are_balanced_and_share_a_length_within_a_group():
+    data = train.StateTrackData(train.Options(), Config())
+    for task, sizes in data.sizes.items():
+        for size in sizes:
+            programs = [data.program(task, i, size) for i in range(400)]
+            assert {len(data.tokenizer.encode(text)) for text, *_ in programs} == {data.length(task, size)}
+            labels = [label for _, label, _ in programs]
+            assert labels.count(1) == 200 if task != "registers" else 160 < labels.count(1) < 240
+            if task == "completion":  # (a, a), (a, b), (b, a), (b, b)
+                assert labels[:4] == [1, 0, 0, 1] and len({group for *_, group in programs[:4]}) == 1
+    for size, writes in ((1, 16), (8, 64)):
+        text, *_ = data.program("registers", 5, size, writes)
+        assert [text.count(f"r{i} = ") for i in range(size)] == [writes // size] * size
+
+
+def test_other_models_are_told_whose_task_it_is():
+    import looped_gpt
+    for dataset in ("running-sum", "statetrack"):
+        with pytest.raises(UserError, match="is a task of fullbandwidth"):
+            train.load_data(train.Options(dataset=dataset), looped_gpt.Config())
+
+
+# With the driver
+
+TINY = ["--n_layer=1", "--n_head=1", "--n_kv_head=1", "--n_embd=16", "--mlp_width=16", "--block_size=16", "--batch_size=4",
+        "--eval_batches=1", "--max_steps=8", "--eval_interval=4", "--log_interval=1", "--device=cpu", "--compile=off",
+        "--optimizer=adamw", "--dataset=running-sum"]
+
+
+def test_a_standard_checkpoint_lacks_the_two_new_matrices_only_and_one_pass_stays_what_it_was(tmp_path):
+    train.main(["fullbandwidth", *TINY, "--mix=1", f"--out_dir={tmp_path}/old"])
+    train.main(["fullbandwidth", *TINY, f"--init_from={tmp_path}/old", "--lr=0", f"--out_dir={tmp_path}/new"])
+    old, new = (train.load_model(tmp_path / name, "fullbandwidth", FullBandwidthGPT)[0] for name in ("old", "new"))
+    assert new.state_dict().keys() - old.state_dict().keys() == {"W_U.weight", "W_G.weight"}
+    idx = torch.randint(0, 3, (4, 16))
+    assert torch.equal(old.passes(idx, 1)[0], new.passes(idx, 3)[0])
+    assert [r["train_loss"] for r in train.read_csv(tmp_path / "new/log.csv")[1:] if "ce_2" not in r] != []
+    for argv, message in ((["--n_layer=2"], "blocks.1"), (["--mlp_width=8"], "other shapes"), (["--modulus=5"], "other shapes"),
+                          (["--dataset=python-docs", "--data_dir=" + str(tmp_path)], "other shapes"),
+                          (["--init_from=nowhere"], "no such checkpoint")):
+        with pytest.raises(UserError, match=message):
+            train.main(["fullbandwidth", *TINY, f"--init_from={tmp_path}/old", f"--out_dir={tmp_path}/bad", "--overwrite", *argv])
+
+
+def test_resuming_makes_the_same_draws(tmp_path):
+    arguments = ["fullbandwidth", *TINY, "--feedback_from=0", "--mix=0.4,0.3,0.3"]
+    train.main([*arguments, f"--out_dir={tmp_path}/whole"])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        update = train.Run.update
+        patch.setattr(train.Run, "update", lambda run: (update(run), run.step == 3 and run.ask(2)))
+        train.main([*arguments, f"--out_dir={tmp_path}/stopped"])
+    train.main(["fullbandwidth", f"--out_dir={tmp_path}/stopped", "--resume"])
+    whole, resumed = (train.read_csv(tmp_path / name / "log.csv") for name in ("whole", "stopped"))
+    assert [r.get("train_loss") for r in whole] == [r.get("train_loss") for r in resumed]
+    assert len({"ce_2" in r for r in whole[1:]}) == len({"ce_3" in r for r in whole[1:]}) == 2
