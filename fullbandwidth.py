@@ -1,10 +1,9 @@
 """The full-bandwidth transformer, after "Full-bandwidth transformer" (Wang et al., arXiv 2608.08888).
 
-Between two tokens a decoder hands on one token id, and the top-layer state h_{t-1} that chose it is thrown away. Here
-the state is the next input, and the token only its gate (equation 4): e_t (x) h_{t-1} = (W_U h_{t-1}) * sigmoid(W_G e_t).
-Training stays parallel (equations 10 to 12): pass 1 is the ordinary forward, pass k reads the states of pass k - 1
-shifted by one. That is a Jacobi iteration, exact at position t after t passes; a few percent of three-pass steps are to
-make it contract. Then the state carries on what the stack alone would have to compute anew at every position.
+A decoder hands on one token id, and throws away the top-layer state h_{t-1} that chose it. Here that state is the next
+input, and the token its gate (equation 4): e_t (x) h_{t-1} = (W_U h_{t-1}) * sigmoid(W_G e_t). Training stays parallel
+(equations 10 to 12): pass 1 is the ordinary forward, pass k reads the states of pass k - 1 shifted by one. That is a
+Jacobi iteration, exact at position t after t passes; a few percent of three-pass steps are to make it contract.
 
     python train.py fullbandwidth                                    # train the tiny preset
     python train.py fullbandwidth --sweep=passes                     # one pass / 75+25 / 75+22+3: the paper's figure 3
@@ -12,8 +11,7 @@ make it contract. Then the state carries on what the stack alone would have to c
     python fullbandwidth.py out/fullbandwidth-tiny                   # every diagnostic for a trained run
     python fullbandwidth.py out/fullbandwidth-tiny --prompt="The " --mode=soft
 
-Letters: B batch, T tokens, D width, V vocabulary, e (B, T, D) embeddings, h^(k) the (B, T, D) final-normed top states of
-pass k.
+Letters: B batch, T tokens, D width, V vocabulary, e embeddings and h^(k) pass k's final-normed top states, (B, T, D).
 """
 import itertools, math, sys
 from dataclasses import dataclass, replace
@@ -39,20 +37,20 @@ class Config:
     n_embd: int = 96  # width of the residual stream, D
     mlp_width: int = 256  # hidden width of the SwiGLU
     window: int = 0  # tokens that a layer looks back, itself included; 0: block_size
-    full_every: int = 6  # with a window, every so manyth layer has none
+    full_every: int = 6  # with a window, every so many layers one has none
     head_gates: bool = False  # each head's output times a sigmoid of the layer's input
     rope_theta: float = 10_000.0  # the slowest rotation's period is about 2 pi theta
     fusion: Literal["gated", "add", "concat"] = "gated"  # (W_U h) * sigmoid(W_G e), e + W_U h, or W_U h + W_G e
-    mix: str = "0.75,0.22,0.03"  # shares of steps with 1, 2, 3 .. passes, once feedback has started; 1: a standard model
+    mix: str = "0.75,0.22,0.03"  # shares of steps with 1, 2, 3 .. passes once feedback has started; 1: a standard model
     feedback_from: float = 0.5  # share of the training that is single-pass before
     depth_scale: bool = True  # residual branches times 1 / sqrt(2 n_layer)
     input_norm: bool = True  # one shared RMSNorm on embeddings and on the stack's inputs
     jitter: float = 0.02  # in training, uniform noise of this size on the states fed back
     prefix_mix: bool = True  # in training, plain inputs before a random position of each sequence
     tied: bool = True  # the readout multiplies with the input embeddings
-    document_end: int = -1  # the token after which a document starts, whose first position gets no feedback; -1: none
+    document_end: int = -1  # the token that ends a document: the position after it gets no feedback; -1: none
     modulus: int = 3  # of --dataset=running-sum
-    init_from: str = ""  # start from the weights of this run or checkpoint; those of a standard model lack W_U and W_G only
+    init_from: str = ""  # a run or checkpoint whose weights to start from; a standard model's lack W_U and W_G only
 
     def __post_init__(self):
         check_at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "mlp_width",
@@ -62,7 +60,7 @@ class Config:
         if not 0 <= self.feedback_from <= 1:
             raise UserError(f"--feedback_from={self.feedback_from}: expected a share of the training, 0 to 1")
         if self.n_embd % (2 * self.n_head):
-            raise UserError(f"--n_embd={self.n_embd} is not divisible by --n_head={self.n_head} into heads of an even width")
+            raise UserError(f"--n_embd={self.n_embd} is not divisible by --n_head={self.n_head} into even widths, for RoPE")
         if self.n_head % self.n_kv_head:
             raise UserError(f"--n_head={self.n_head} is not divisible by --n_kv_head={self.n_kv_head}")
         try:
@@ -81,7 +79,7 @@ class Config:
 PAPER = dict(optimizer="muon", muon_lr=0.01, lr=5e-4, weight_decay=0.01, schedule="wsd", warmup_steps=200)
 PRESETS = {
     "tiny": dict(optimizer="muon", muon_lr=0.02, lr=3e-3, max_steps=800, batch_size=32, schedule="wsd", warmup_steps=20,
-                 feedback_from=0.25),
+                 feedback_from=0.25, dtype="float32"),  # matrices this small are faster in it
     "124m": dict(n_layer=12, n_head=12, n_kv_head=12, n_embd=768, mlp_width=2048, block_size=1024, tokenizer="gpt2",
                  batch_size=16, grad_accum=16, max_steps=5000, log_interval=20, eval_interval=500, **PAPER),
     "1b": dict(vocab_size=100_352, n_layer=24, n_head=16, n_kv_head=8, n_embd=1536, mlp_width=6656, head_gates=True,
@@ -133,7 +131,8 @@ class Attention(nn.Module):
             rows = torch.arange(B, device=x.device)
             cache[0, rows, :, positions], cache[1, rows, :, positions] = k[:, :, 0], v[:, :, 0]
             k, v = cache
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=self.n_head > self.n_kv_head)
+        grouped = self.n_head > self.n_kv_head
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
         if self.gate is not None:
             y = y * torch.sigmoid(self.gate(x)).transpose(1, 2)[..., None]
         return self.out(y.transpose(1, 2).reshape(B, T, D))
@@ -151,8 +150,8 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """x += s norm(attn(norm(x))); x += s norm(mlp(norm(x))). With s = 1 / sqrt(2 n_layer) the top state of unit inputs has
-    a norm that does not grow with the number of layers."""
+    """x += s norm(attn(norm(x))); x += s norm(mlp(norm(x))). With s = 1 / sqrt(2 n_layer) the top state's norm does not
+    grow with the number of layers."""
 
     def __init__(self, config):
         super().__init__()
@@ -195,30 +194,30 @@ class FullBandwidthGPT(nn.Module):
     def stack(self, x, cache=None, positions=None, residuals=None):
         """Final-normed top states (B, T, D) of inputs x (B, T, D).
 
-        cache (n_layer, 2, B, nkv, S, hs): filled from slot 0; with positions (B,), x is one token a row at positions
-        of its own and attends to the cache. residuals, a list: receives the residual stream, n_layer + 1 of (B, T, D).
+        cache (n_layer, 2, B, nkv, S, hs): filled from slot 0; or, with positions (B,), x is one token a row, each at its
+        own position, and attends to the cache. residuals, a list: receives the residual stream, n_layer + 1 of (B, T, D).
         """
-        c, x = self.config, self.norm_in(x)
+        c, x, one_token = self.config, self.norm_in(x), positions is not None
+        at = positions[:, None] if one_token else torch.arange(x.shape[1], device=x.device)[None]  # (B, 1) or (1, T)
         hs, kind = c.n_embd // c.n_head, dict(dtype=self.wte.weight.dtype, device=x.device)
-        at = torch.arange(x.shape[1], device=x.device)[None] if positions is None else positions[:, None]  # (1, T) or (B, 1)
         angles = at[:, None, :, None] * c.rope_theta ** (-torch.arange(0, hs, 2, **kind) / hs)
-        rope, depths, masks = (angles.cos(), angles.sin()), [x], {}
-        for i, block in enumerate(self.blocks):
-            reach = min(c.window, c.block_size) if c.window and (i + 1) % c.full_every else c.block_size
-            if reach not in masks:
-                far = positions is not None or x.shape[1] > reach
-                masks[reach] = self.mask(at, x.shape[1] if positions is None else cache.shape[-2], reach) if far else None
-            x = block(x, rope, masks[reach], None if cache is None else cache[i], positions)
+        rope, masks, depths = (angles.cos(), angles.sin()), {}, [x]
+        for i, (block, reach) in enumerate(zip(self.blocks, self.reaches())):
+            if one_token or x.shape[1] > reach:  # else plainly causal
+                if reach not in masks:
+                    back = at[:, None, :, None] - torch.arange(cache.shape[-2] if one_token else x.shape[1], device=x.device)
+                    masks[reach] = (back >= 0) & (back < reach)
+            x = block(x, rope, masks.get(reach), None if cache is None else cache[i], positions)
             depths.append(x)
         if residuals is not None:
             residuals[:] = depths
         return self.norm(x)
 
-    @staticmethod
-    def mask(at, keys, reach):
-        """Which keys, at positions 0 .. keys - 1, the queries at positions `at` may see: the `reach` latest."""
-        back = at[:, None, :, None] - torch.arange(keys, device=at.device)
-        return (back >= 0) & (back < reach)
+    def reaches(self):
+        """How many tokens each layer looks back, itself included."""
+        c = self.config
+        window = min(c.window or c.block_size, c.block_size)
+        return [window if (i + 1) % c.full_every else c.block_size for i in range(c.n_layer)]
 
     def paths(self, e, h):
         """What the fusion multiplies (gated) or adds: the state's path and the token's."""
@@ -236,14 +235,13 @@ class FullBandwidthGPT(nn.Module):
         return state * token if self.config.fusion == "gated" else state + token
 
     def plain(self, idx, before=None):
-        """Where the input is the plain embedding, (B, T): at the first position of every document. before (B,): the token
-        before idx; without, idx starts a document."""
-        before = torch.cat([idx.new_full((len(idx), 1), -1) if before is None else before[:, None], idx[:, :-1]], dim=1)
-        first = before == self.config.document_end
-        return first | (before < 0)
+        """Where the input is the plain embedding, (B, T): at the first position of every document. before (B, 1): the token
+        before idx; without it, idx starts a document."""
+        before = torch.cat([idx.new_full((len(idx), 1), -1) if before is None else before, idx[:, :-1]], dim=1)
+        return (before < 0) | (before == self.config.document_end)
 
     def feedback(self, h, e, plain):
-        """The inputs of the pass after the one with states h, (B, T, D): jitter, shift, fusion, plain inputs restored."""
+        """The inputs (B, T, D) of the pass after the one with states h: jitter, shift, fusion, plain inputs restored."""
         if self.training and self.config.jitter:
             h = h + torch.empty_like(h).uniform_(-self.config.jitter, self.config.jitter)
         shifted = F.pad(h[:, :-1], (0, 0, 1, 0))  # position t gets the state of t - 1
@@ -269,14 +267,14 @@ class FullBandwidthGPT(nn.Module):
 
     def need_feedback(self, what):
         if self.W_U is None:
-            raise UserError(f"{what} needs a model trained with feedback, and this one's --mix={self.config.mix} has none")
+            raise UserError(f"{what} needs a model trained with feedback, and this one had --mix={self.config.mix}")
 
     def readout(self, h):
         """Logits, (.., D) -> (.., V)."""
         return F.linear(h, self.readout_weight)
 
     def loss(self, idx, targets, passes=None):
-        """(loss, metrics) for idx and targets (B, T), targets -1 where there is no loss; all of the mix's passes by default.
+        """(loss, metrics) for idx and targets (B, T), targets -1 where there is no loss. By default all the mix's passes.
 
         Equation 12 with lambda = 1: CE_1 + mean_{k >= 2} CE_k. metrics: ce_k in nats; in evaluation also the mean norms of
         the fusion's two paths.
@@ -297,9 +295,8 @@ class FullBandwidthGPT(nn.Module):
     def flops_per_token(self):
         """Training FLOPs per token, averaged over the schedule of passes: 6 per weight used, 12 D per key attended to."""
         c = self.config
-        reach = [min(c.window, c.block_size) if c.window and (i + 1) % c.full_every else c.block_size for i in range(c.n_layer)]
-        keys = sum(r - r * r / (2 * c.block_size) for r in reach)  # the first r positions of a window see fewer
-        one = sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2) + 2 * keys * c.n_embd + c.vocab_size * c.n_embd
+        keys = sum(r - r * r / (2 * c.block_size) for r in self.reaches())  # the first r positions see fewer
+        one = sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2) + (2 * keys + c.vocab_size) * c.n_embd
         more = (1 - c.feedback_from) * sum(k * share for k, share in enumerate(c.shares))  # passes beyond the first
         fusion = sum(m.weight.numel() for m in (self.W_U, self.W_G) if m is not None)
         return 6 * (one + more * (one + fusion))
@@ -322,8 +319,8 @@ class FullBandwidthGPT(nn.Module):
 
     @torch.no_grad()
     def recurrent(self, idx, prefill=1, residuals=None):
-        """Final-normed states (B, T, D) of the sequential recurrence, which is soft decoding with idx (B, T) as the tokens:
-        a plain prefill of the first `prefill`, then each position fused with the state of the one before, with a KV cache.
+        """Final-normed states (B, T, D) of the sequential recurrence, which is soft decoding with idx (B, T) as tokens: a
+        plain prefill of the first `prefill`, then each position fused with the state of the one before, with a KV cache.
         residuals, a list: receives the residual stream of the last call of the stack."""
         (B, T), e, plain = idx.shape, self.embed(idx), self.plain(idx)[..., None]
         if prefill < T:
@@ -336,13 +333,13 @@ class FullBandwidthGPT(nn.Module):
         return torch.cat(states, dim=1)
 
     @torch.no_grad()
-    def generate(self, prompts, max_new_tokens, mode="standard", prefill_passes=1, temperature=1.0, top_k=None, seed=None,
-                 stop=()):
-        """The tokens that continue each prompt, as lists; each ends with its first token of `stop`. temperature 0 is greedy.
+    def generate(self, prompts, max_new_tokens, mode="standard", prefill_passes=1, temperature=1.0, top_k=None,
+                 seed=None, stop=()):
+        """The tokens that continue each prompt, as lists; each ends with its first token of `stop`. temperature 0: greedy.
 
-        prompts: lists of tokens, of any lengths up to block_size. standard: a plain prefill, then token embeddings. soft: a
-        plain prefill, then every generated token is fused with the state that chose it. fused: the prompt gets
-        prefill_passes fused passes more, each one's cache replacing the last one's; then as soft.
+        prompts: lists of tokens, each of 1 to block_size. standard: a plain prefill, then token embeddings. soft: a plain
+        prefill, then every generated token is fused with the state that chose it. fused: the prompt gets prefill_passes
+        fused passes more, each one's cache replacing the one before; then as soft.
         """
         if mode not in MODES:
             raise UserError(f"--mode={mode}: no such mode; {train.nearest(mode, MODES)}")
@@ -355,21 +352,21 @@ class FullBandwidthGPT(nn.Module):
         device, B = self.wte.weight.device, len(prompts)
         generator = torch.Generator(device).manual_seed(seed) if seed is not None else None
         lengths = torch.tensor([len(p) for p in prompts], device=device)
-        idx = torch.tensor([[*p] + [0] * (T - len(p)) for p in prompts], device=device)  # what pads the right is never seen
+        idx = torch.tensor([[*p] + [0] * (T - len(p)) for p in prompts], device=device)  # no token sees the padding
         cache, e = self.new_cache(B, T + max_new_tokens), self.embed(idx)
         h = self.stack(e, cache)
         for _ in range(prefill_passes if mode == "fused" else 0):
             h = self.stack(self.feedback(h, e, self.plain(idx)), cache)
         last = torch.arange(B, device=device), lengths - 1
-        h, token, new = h[last], idx[last], [[] for _ in prompts]
+        h, token, new = h[last][:, None], idx[last][:, None], [[] for _ in prompts]  # (B, 1, D), (B, 1)
         for n in range(max_new_tokens):
             if n:
-                x = e = self.embed(token[:, None])
+                x = e = self.embed(token)
                 if mode != "standard":
-                    x = torch.where(self.plain(token[:, None], before)[..., None], e, self.fuse(e, h[:, None]))
-                h = self.stack(x, cache[..., :T + n, :], lengths + n - 1)[:, 0]
-            before, token = token, sample_token(self.readout(h), temperature, top_k, generator)
-            for row, t in zip(new, token.tolist()):
+                    x = torch.where(self.plain(token, before)[..., None], e, self.fuse(e, h))
+                h = self.stack(x, cache[..., :T + n, :], lengths + n - 1)
+            before, token = token, sample_token(self.readout(h[:, 0]), temperature, top_k, generator)
+            for row, t in zip(new, token[:, 0].tolist()):
                 if not row or row[-1] not in stop:
                     row.append(t)
             if all(row[-1] in stop for row in new):
@@ -381,13 +378,13 @@ MODES = ("standard", "soft", "fused")
 
 
 def sample_token(logits, temperature, top_k, generator):
-    """One token per row of logits (B, V)."""
+    """One token per row of logits (B, V), (B, 1)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
-        return logits.argmax(-1)
+        return logits.argmax(-1, keepdim=True)
     if top_k:
         logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:], -math.inf)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -432,8 +429,8 @@ def token_loss(model, h, targets):
 
 @torch.no_grad()
 def pass_curve(model, batches, ks=PASSES):
-    """(len(ks), 2): for ascending k, CE after pass k, which is that after k - 1 prefill passes, and ||h^(k) - h^(k-1)||, the
-    mean over tokens, h^(0) = 0. It ends early only where a pass changes nothing, bit for bit: then no later one does."""
+    """(len(ks), 2): for ascending k, CE after pass k, which is that after k - 1 prefill passes, and the mean over tokens of
+    ||h^(k) - h^(k-1)||, h^(0) = 0. It stops only where a pass changes nothing, bit for bit: then no later one does."""
     def curve(idx, targets):
         states, rows, k, h, update = model.iterate(idx), [], 0, 0.0, math.inf
         for last in ks:
@@ -446,10 +443,10 @@ def pass_curve(model, batches, ks=PASSES):
 
 
 def feedback_gains(model, idx, steps=16, generator=None):
-    """||J^T v|| of each power-iteration step, (steps, B), at the exact states of idx, from a random unit v in each row.
+    """||J^T v|| at each power-iteration step, (steps, B), at the exact states of idx (B, T), from random unit v.
 
-    J is the Jacobian of h^(k-1) -> h^(k). A position reads earlier ones only, so J is nilpotent: its spectral radius is 0,
-    and after T steps nothing is left. What tells contraction from divergence is the geometric mean over fewer steps.
+    J is the Jacobian of h^(k-1) -> h^(k). A position reads only earlier ones, so J is nilpotent: its spectral radius is 0
+    and after T steps nothing is left. Contraction or growth shows in the geometric mean over steps fewer than T.
     """
     h, e, plain = model.recurrent(idx).requires_grad_(), model.embed(idx), model.plain(idx)
     after = model.stack(model.feedback(h, e, plain))
