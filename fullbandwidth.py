@@ -13,7 +13,7 @@ Jacobi iteration, exact at position t after t passes; a few percent of three-pas
 
 Letters: B batch, T tokens, D width, V vocabulary, e embeddings and h^(k) pass k's final-normed top states, (B, T, D).
 """
-import itertools, math, sys
+import itertools, math, operator, sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -60,7 +60,7 @@ class Config:
         if not 0 <= self.feedback_from <= 1:
             raise UserError(f"--feedback_from={self.feedback_from}: expected a share of the training, 0 to 1")
         if self.n_embd % (2 * self.n_head):
-            raise UserError(f"--n_embd={self.n_embd} is not divisible by --n_head={self.n_head} into even widths, for RoPE")
+            raise UserError(f"--n_embd={self.n_embd} is not --n_head={self.n_head} times an even width")
         if self.n_head % self.n_kv_head:
             raise UserError(f"--n_head={self.n_head} is not divisible by --n_kv_head={self.n_kv_head}")
         try:
@@ -131,8 +131,8 @@ class Attention(nn.Module):
             rows = torch.arange(B, device=x.device)
             cache[0, rows, :, positions], cache[1, rows, :, positions] = k[:, :, 0], v[:, :, 0]
             k, v = cache
-        grouped = self.n_head > self.n_kv_head
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+        k, v = (x.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for x in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
         if self.gate is not None:
             y = y * torch.sigmoid(self.gate(x)).transpose(1, 2)[..., None]
         return self.out(y.transpose(1, 2).reshape(B, T, D))
@@ -165,7 +165,7 @@ class Block(nn.Module):
 
 
 class FullBandwidthGPT(nn.Module):
-    """Embeddings, a stack of blocks, a readout; with more than one pass in the mix, W_U and W_G that feed states back."""
+    """Embeddings, a stack of blocks, a readout; if the mix has more than one pass, W_U and W_G to feed states back."""
 
     def __init__(self, config):
         super().__init__()
@@ -194,8 +194,8 @@ class FullBandwidthGPT(nn.Module):
     def stack(self, x, cache=None, positions=None, residuals=None):
         """Final-normed top states (B, T, D) of inputs x (B, T, D).
 
-        cache (n_layer, 2, B, nkv, S, hs): filled from slot 0; or, with positions (B,), x is one token a row, each at its
-        own position, and attends to the cache. residuals, a list: receives the residual stream, n_layer + 1 of (B, T, D).
+        cache (n_layer, 2, B, nkv, S, hs): filled from slot 0; or, with positions (B,), x is one token a row, each at
+        its own position, and attends to the cache. residuals, a list: gets the residual stream, n_layer + 1 tensors.
         """
         c, x, one_token = self.config, self.norm_in(x), positions is not None
         at = positions[:, None] if one_token else torch.arange(x.shape[1], device=x.device)[None]  # (B, 1) or (1, T)
@@ -205,7 +205,8 @@ class FullBandwidthGPT(nn.Module):
         for i, (block, reach) in enumerate(zip(self.blocks, self.reaches())):
             if one_token or x.shape[1] > reach:  # else plainly causal
                 if reach not in masks:
-                    back = at[:, None, :, None] - torch.arange(cache.shape[-2] if one_token else x.shape[1], device=x.device)
+                    keys = cache.shape[-2] if one_token else x.shape[1]
+                    back = at[:, None, :, None] - torch.arange(keys, device=x.device)
                     masks[reach] = (back >= 0) & (back < reach)
             x = block(x, rope, masks.get(reach), None if cache is None else cache[i], positions)
             depths.append(x)
@@ -234,14 +235,13 @@ class FullBandwidthGPT(nn.Module):
         state, token = self.paths(e, h)
         return state * token if self.config.fusion == "gated" else state + token
 
-    def plain(self, idx, before=None):
-        """Where the input is the plain embedding, (B, T): at the first position of every document. before (B, 1): the token
-        before idx; without it, idx starts a document."""
-        before = torch.cat([idx.new_full((len(idx), 1), -1) if before is None else before, idx[:, :-1]], dim=1)
+    def plain(self, idx):
+        """Where the input is the plain embedding, (B, T): at the first position and after the end of a document."""
+        before = F.pad(idx[:, :-1], (1, 0), value=-1)
         return (before < 0) | (before == self.config.document_end)
 
     def feedback(self, h, e, plain):
-        """The inputs (B, T, D) of the pass after the one with states h: jitter, shift, fusion, plain inputs restored."""
+        """The inputs (B, T, D) of the pass after the one with states h: jitter, shift, fusion, plain inputs kept."""
         if self.training and self.config.jitter:
             h = h + torch.empty_like(h).uniform_(-self.config.jitter, self.config.jitter)
         shifted = F.pad(h[:, :-1], (0, 0, 1, 0))  # position t gets the state of t - 1
@@ -274,10 +274,10 @@ class FullBandwidthGPT(nn.Module):
         return F.linear(h, self.readout_weight)
 
     def loss(self, idx, targets, passes=None):
-        """(loss, metrics) for idx and targets (B, T), targets -1 where there is no loss. By default all the mix's passes.
+        """(loss, metrics) for idx and targets (B, T), targets -1 where there is none; all the mix's passes by default.
 
-        Equation 12 with lambda = 1: CE_1 + mean_{k >= 2} CE_k. metrics: ce_k in nats; in evaluation also the mean norms of
-        the fusion's two paths.
+        Equation 12 with lambda = 1: CE_1 + mean_{k >= 2} CE_k. metrics: ce_k in nats; in evaluation also the mean norms
+        of the fusion's two paths.
         """
         k = len(self.config.shares) if passes is None else passes
         states = self.passes(idx, k)
@@ -293,7 +293,7 @@ class FullBandwidthGPT(nn.Module):
         return loss, metrics
 
     def flops_per_token(self):
-        """Training FLOPs per token, averaged over the schedule of passes: 6 per weight used, 12 D per key attended to."""
+        """Training FLOPs per token, averaged over the schedule: 6 per weight and pass, 12 D per key attended to."""
         c = self.config
         keys = sum(r - r * r / (2 * c.block_size) for r in self.reaches())  # the first r positions see fewer
         one = sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2) + (2 * keys + c.vocab_size) * c.n_embd
@@ -319,8 +319,8 @@ class FullBandwidthGPT(nn.Module):
 
     @torch.no_grad()
     def recurrent(self, idx, prefill=1, residuals=None):
-        """Final-normed states (B, T, D) of the sequential recurrence, which is soft decoding with idx (B, T) as tokens: a
-        plain prefill of the first `prefill`, then each position fused with the state of the one before, with a KV cache.
+        """Final-normed states (B, T, D) of the sequential recurrence, which is soft decoding with idx (B, T) as tokens:
+        a plain prefill of the first `prefill`, then each position fused with the state before it, with a KV cache.
         residuals, a list: receives the residual stream of the last call of the stack."""
         (B, T), e, plain = idx.shape, self.embed(idx), self.plain(idx)[..., None]
         if prefill < T:
@@ -328,16 +328,17 @@ class FullBandwidthGPT(nn.Module):
         cache = self.new_cache(B, T)
         states = [self.stack(e[:, :prefill], cache, residuals=residuals)]
         for t in range(prefill, T):
-            x = torch.where(plain[:, t:t + 1], e[:, t:t + 1], self.fuse(e[:, t:t + 1], states[-1][:, -1:]))
+            now = e[:, t:t + 1]
+            x = torch.where(plain[:, t:t + 1], now, self.fuse(now, states[-1][:, -1:]))
             states.append(self.stack(x, cache[..., :t + 1, :], idx.new_full((B,), t), residuals))
         return torch.cat(states, dim=1)
 
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, mode="standard", prefill_passes=1, temperature=1.0, top_k=None,
                  seed=None, stop=()):
-        """The tokens that continue each prompt, as lists; each ends with its first token of `stop`. temperature 0: greedy.
+        """The tokens that continue each prompt, as lists, up to the first token of `stop`. temperature 0 is greedy.
 
-        prompts: lists of tokens, each of 1 to block_size. standard: a plain prefill, then token embeddings. soft: a plain
+        prompts: lists of 1 to block_size tokens. standard: a plain prefill, then token embeddings. soft: a plain
         prefill, then every generated token is fused with the state that chose it. fused: the prompt gets prefill_passes
         fused passes more, each one's cache replacing the one before; then as soft.
         """
@@ -348,7 +349,7 @@ class FullBandwidthGPT(nn.Module):
         if not min(map(len, prompts), default=0):
             raise UserError("an empty prompt: there is nothing to continue")
         if (T := max(map(len, prompts))) > self.config.block_size:
-            raise UserError(f"a prompt of {T} tokens is longer than the context of {self.config.block_size}: shorten it")
+            raise UserError(f"a prompt of {T} tokens is longer than the context, {self.config.block_size}: shorten it")
         device, B = self.wte.weight.device, len(prompts)
         generator = torch.Generator(device).manual_seed(seed) if seed is not None else None
         lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -363,7 +364,7 @@ class FullBandwidthGPT(nn.Module):
             if n:
                 x = e = self.embed(token)
                 if mode != "standard":
-                    x = torch.where(self.plain(token, before)[..., None], e, self.fuse(e, h))
+                    x = torch.where((before == self.config.document_end)[..., None], e, self.fuse(e, h))
                 h = self.stack(x, cache[..., :T + n, :], lengths + n - 1)
             before, token = token, sample_token(self.readout(h[:, 0]), temperature, top_k, generator)
             for row, t in zip(new, token[:, 0].tolist()):
@@ -419,6 +420,14 @@ def train_model(run):
 PASSES = (1, 2, 3, 4, 5, 10, 20, 30, 100, 1000)
 
 
+def load_run(path, n=2):
+    """A trained model, its Options, its data and n validation batches, and the passes to look at."""
+    model, options, _ = train.load_model(path, "fullbandwidth", FullBandwidthGPT)
+    device, data = model.wte.weight.device, train.load_data(options, model.config)
+    batches = [tuple(t.to(device) for t in data.batch("val", i)) for i in range(min(n, options.eval_batches))]
+    return model, options, data, batches, PASSES if model.W_U is not None else (1,)
+
+
 @torch.no_grad()
 def token_loss(model, h, targets):
     """Mean CE in nats of states h (B, T, D)."""
@@ -429,8 +438,8 @@ def token_loss(model, h, targets):
 
 @torch.no_grad()
 def pass_curve(model, batches, ks=PASSES):
-    """(len(ks), 2): for ascending k, CE after pass k, which is that after k - 1 prefill passes, and the mean over tokens of
-    ||h^(k) - h^(k-1)||, h^(0) = 0. It stops only where a pass changes nothing, bit for bit: then no later one does."""
+    """(len(ks), 2): for ascending k, CE after pass k, that is after k - 1 prefill passes, and mean ||h^(k) - h^(k-1)||
+    over tokens, h^(0) = 0. It stops only where a pass changes nothing, bit for bit: then no later one does."""
     def curve(idx, targets):
         states, rows, k, h, update = model.iterate(idx), [], 0, 0.0, math.inf
         for last in ks:
@@ -445,8 +454,8 @@ def pass_curve(model, batches, ks=PASSES):
 def feedback_gains(model, idx, steps=16, generator=None):
     """||J^T v|| at each power-iteration step, (steps, B), at the exact states of idx (B, T), from random unit v.
 
-    J is the Jacobian of h^(k-1) -> h^(k). A position reads only earlier ones, so J is nilpotent: its spectral radius is 0
-    and after T steps nothing is left. Contraction or growth shows in the geometric mean over steps fewer than T.
+    J is the Jacobian of h^(k-1) -> h^(k). A position reads only earlier ones, so J is nilpotent: its spectral radius is
+    0, after T steps nothing is left. Contraction or growth shows in the geometric mean over fewer steps.
     """
     h, e, plain = model.recurrent(idx).requires_grad_(), model.embed(idx), model.plain(idx)
     after = model.stack(model.feedback(h, e, plain))
@@ -467,15 +476,9 @@ def zeroed_loss(model, batches):
     return sum(loss(*batch) for batch in batches).item() / len(batches)
 
 
-def accuracy(model, prompts, answers, mode, stop=()):
-    """Share of prompts whose greedy continuation is the answer, a list of tokens, and the mean length decoded."""
-    new = model.generate(prompts, max(map(len, answers)), mode, temperature=0, stop=stop)
-    return sum(a == b for a, b in zip(new, answers)) / len(new), sum(map(len, new)) / len(new)
-
-
 @torch.no_grad()
 def drift(model, prompt, mode, n=1000, seed=42):
-    """Of n sampled tokens: mean ||h|| in their first and their last tenth, and the share of 4-grams that are new."""
+    """Of n tokens sampled in mode standard or soft: mean ||h|| in their first and last tenth, share of 4-grams new."""
     new, = model.generate([prompt], n, mode, seed=seed)
     idx, tenth = torch.tensor([[*prompt, *new]], device=model.wte.weight.device), max(1, n // 10)
     h = model.stack(model.embed(idx)) if mode == "standard" else model.recurrent(idx, prefill=len(prompt))
@@ -484,8 +487,8 @@ def drift(model, prompt, mode, n=1000, seed=42):
 
 
 def probe(features, labels, groups, folds=4, l2=1.0):
-    """Held-out accuracy of L2-regularised logistic regression of labels (N,), 0 or 1, on features (N, D); whole groups are
-    held out, each in one of the folds."""
+    """Held-out accuracy of L2-regularised logistic regression of labels (N,), 0 or 1, on features (N, D). Groups are
+    held out whole."""
     names = sorted(set(groups))
     fold = torch.tensor([names.index(group) * folds // len(names) for group in groups], device=labels.device)
     x, y, right = features.double(), labels.double(), 0
@@ -507,8 +510,8 @@ def probe(features, labels, groups, folds=4, l2=1.0):
 
 
 def probe_depths(model, data, task, size, writes=16, n=400, recurrent=(0, 1, 2, 4, None)):
-    """State accessibility (section 4.4): probe accuracy at the last token, (len(recurrent), n_layer + 1), at each depth of
-    the residual stream, 0 the stack's input, after a recurrent prefill of the last so many tokens, None: of all."""
+    """State accessibility (section 4.4): probe accuracy at the last token, (len(recurrent), n_layer + 1), at each depth
+    of the residual stream, 0 the stack's input, after a recurrent prefill of the last so many tokens (None: of all)."""
     texts, labels, groups = zip(*(data.program(task, i, size, writes) for i in range(n)))
     idx = torch.tensor([data.tokenizer.encode(text) for text in texts], device=model.wte.weight.device)
     table, T = [], idx.shape[1]
@@ -521,29 +524,25 @@ def probe_depths(model, data, task, size, writes=16, n=400, recurrent=(0, 1, 2, 
 
 def diagnose(path):
     """Print every diagnostic of a trained run on its validation split and draw passes into RUN/diagnostics.png."""
-    model, options, _ = train.load_model(path, "fullbandwidth", FullBandwidthGPT)
-    c, data, device = model.config, train.load_data(options, model.config), model.wte.weight.device
-    batches = [tuple(t.to(device) for t in data.batch("val", i)) for i in range(min(2, options.eval_batches))]
-    print(f"{path}: mix {c.mix}, fusion {c.fusion}")
-    ks = PASSES if model.W_U is not None else (1,)
-    curve = pass_curve(model, batches, ks).cpu()
+    model, options, data, batches, ks = load_run(path)
+    print(f"{path}: mix {model.config.mix}, fusion {model.config.fusion}")
+    curve, modes = pass_curve(model, batches, ks).cpu(), MODES if len(ks) > 1 else MODES[:1]
     print("\npass (prefill passes)       CE   ||h^(k) - h^(k-1)||")
     for k, (ce, update) in zip(ks, curve.tolist()):
         print(f"{k:4d} {f'({k - 1})':>16}   {ce:6.4f}   {update:.3e}")
-    modes = MODES if model.W_U is not None else MODES[:1]
-    if model.W_U is not None:
-        gains = feedback_gains(model, batches[0][0]).log().mean(0).exp()
-        print(f"feedback map at its fixed point: a perturbation shrinks to {gains.mean():.3f} of itself per pass, the worst "
-              f"row's to {gains.max():.3f} (16 power-iteration steps)")
-        print(f"CE of pass 2 with h = 0: {zeroed_loss(model, batches):.4f}")
+    if len(ks) > 1:
+        gains = feedback_gains(model, batches[0][0], min(16, model.config.block_size // 2)).log().mean(0).exp()
+        print(f"local contraction rate at the exact states: {gains.mean():.3f}, in the worst row {gains.max():.3f}\n"
+              f"CE of pass 2 with h = 0: {zeroed_loss(model, batches):.4f}")
     if options.dataset == "running-sum":
         show_running_sum(model, options)
     elif options.dataset == "statetrack":
         show_state_tracking(model, data, modes)
     else:
-        for mode in modes:
+        for mode in modes[:2]:
             first, last, new = drift(model, batches[0][0][0, :8].tolist(), mode)
-            print(f"1,000 tokens, {mode:8}: ||h|| {first:.2f} in the first tenth, {last:.2f} in the last; new 4-grams {new:.1%}")
+            print(f"1,000 tokens, {mode}: mean ||h|| {first:.2f} in the first tenth, {last:.2f} in the last; "
+                  f"{new:.1%} of the 4-grams are new")
     figure, axes = train.new_figure(2)
     draw_passes(axes, ks, curve, "this run")
     figure.savefig((Path(path) if Path(path).is_dir() else Path(path).parent) / "diagnostics.png", dpi=120)
@@ -572,7 +571,9 @@ def show_state_tracking(model, data, modes):
         programs = [data.program(task, i, size) for i in range(400)]
         prompts = [data.tokenizer.encode(text) for text, *_ in programs]
         answers = [[data.tokenizer.ids[data.answers[task][label]]] for _, label, _ in programs]
-        print(f"{task:12} size {size:<6}" + "".join(f"{accuracy(model, prompts, answers, mode)[0]:>10.1%}" for mode in modes))
+        decoded = [model.generate(prompts, 1, mode, temperature=0) for mode in modes]
+        right = [sum(map(operator.eq, new, answers)) / len(answers) for new in decoded]
+        print(f"{task:12} size {size:<6}" + "".join(f"{share:>10.1%}" for share in right))
     print("\nprobes at the last token, by depth (0: the stack's input); readable is not the same as used")
     for task, size in shown:
         prefills = (0, 1, 2, 4, None) if len(modes) > 1 else (0,)
@@ -593,37 +594,34 @@ def draw_passes(axes, ks, curve, label):
 
 
 def iterate_runs(runs, out):
-    """Print loss and update size over passes, mean (and spread over seeds), and the loss with h = 0, for every condition;
+    """Print loss and update size over passes, mean and spread over seeds, and the loss with h = 0, for every condition;
     write passes.csv and passes.png."""
     rows, (figure, axes) = [], train.new_figure(2)
     for condition in dict.fromkeys(condition for condition, _ in runs):
-        curves = []
-        for path in (path for (name, _), path in runs.items() if name == condition):
-            model, options, _ = train.load_model(path, "fullbandwidth", FullBandwidthGPT)
-            data, ks = train.load_data(options, model.config), PASSES if model.W_U is not None else (1,)
-            batches = [tuple(t.to(model.wte.weight.device) for t in data.batch("val", i)) for i in range(2)]
+        curves, zeroed = [], []
+        for model, _, _, batches, ks in (load_run(path) for (name, _), path in runs.items() if name == condition):
             curves.append(pass_curve(model, batches, ks).cpu())
-        curves = torch.stack(curves)  # (seeds, passes, 2)
-        mean, spread = curves.mean(0), curves.std(0, correction=0)
-        rows += [{"condition": condition, "seeds": len(curves), "pass": k, "loss": m[0], "loss_std": s[0], "update": m[1],
-                  "update_std": s[1]} for k, m, s in zip(ks, mean.tolist(), spread.tolist())]
-        zeroed = f"; loss with h = 0 {zeroed_loss(model, batches):.3f} (last seed)" if model.W_U is not None else ""
-        print(f"\n{condition}{zeroed}")
-        for row in rows[-len(ks):]:
-            print("  pass {pass:4d}   loss {loss:.4f} +- {loss_std:.4f}   update {update:.2e} +- {update_std:.1e}".format(**row))
+            zeroed += [zeroed_loss(model, batches)] if len(ks) > 1 else []
+        mean, spread = torch.stack(curves).mean(0), torch.stack(curves).std(0, correction=0)
+        print(f"\n{condition}" + (f"; loss of pass 2 with h = 0: {sum(zeroed) / len(zeroed):.3f}" if zeroed else ""))
+        for k, (loss, update), (loss_std, update_std) in zip(ks, mean.tolist(), spread.tolist()):
+            rows.append({"condition": condition, "seeds": len(curves), "pass": k, "loss": loss, "loss_std": loss_std,
+                         "update": update, "update_std": update_std})
+            print(f"  pass {k:4d}   loss {loss:.4f} +- {loss_std:.4f}   update {update:.2e} +- {update_std:.1e}")
         draw_passes(axes, ks, mean, condition)
     train.write_csv(out / "passes.csv", rows)
     figure.savefig(out / "passes.png", dpi=120)
     print(f"\nwritten to {out}/passes.csv and passes.png")
 
 
+MIXES = {"75+25": "0.75,0.25", "75+22+3": "0.75,0.22,0.03"}
+WITHOUT = {"depth-scale": dict(depth_scale=False), "input-norm": dict(input_norm=False), "jitter": dict(jitter=0.0),
+           "prefix-mix": dict(prefix_mix=False), "tying": dict(tied=False)}
+WITHOUT["stabiliser"] = {field: value for fields in WITHOUT.values() for field, value in fields.items()}  # none of them
 SWEEPS = {
-    "passes": ({"1": dict(mix="1"), "75+25": dict(mix="0.75,0.25"), "75+22+3": dict(mix="0.75,0.22,0.03")}, iterate_runs),
-    "stabilisers": ({f"{name}, {mix}": fields | dict(mix=shares) for name, fields in {
-        "all": {}, "no depth scaling": dict(depth_scale=False), "no input norm": dict(input_norm=False),
-        "no jitter": dict(jitter=0.0), "no prefix mix-in": dict(prefix_mix=False), "untied": dict(tied=False),
-        "none": dict(depth_scale=False, input_norm=False, jitter=0.0, prefix_mix=False, tied=False)}.items()
-        for mix, shares in (("75+25", "0.75,0.25"), ("75+22+3", "0.75,0.22,0.03"))}, iterate_runs),
+    "passes": ({"1": dict(mix="1")} | {name: dict(mix=mix) for name, mix in MIXES.items()}, iterate_runs),
+    "stabilisers": ({f"no-{name}-{mix}": fields | dict(mix=MIXES[mix])
+                     for name, fields in WITHOUT.items() for mix in MIXES}, iterate_runs),
     "fusion": ({fusion: dict(fusion=fusion) for fusion in ("gated", "add", "concat")}, iterate_runs),
 }
 
@@ -633,7 +631,7 @@ SWEEPS = {
 @dataclass
 class Arguments:
     prompt: str = ""  # text to continue; without it, the diagnostics are printed
-    mode: Literal["standard", "soft", "fused"] = "standard"  # feed back nothing, generated tokens' states, the prompt's too
+    mode: Literal["standard", "soft", "fused"] = "standard"  # feed back no state, those of new tokens, the prompt's too
     prefill_passes: int = 1  # fused passes over the prompt, with --mode=fused
     max_new_tokens: int = 200  # how many tokens to generate
     temperature: float = 0.8  # 0: greedy
@@ -657,8 +655,8 @@ def main(argv):
     model, _, tokenizer = train.load_model(argv[0], "fullbandwidth", FullBandwidthGPT)
     if tokenizer.spec["name"] == "regex" and (missing := tokenizer.missing(a.prompt)):
         print(f"warning: read as <unk>, since the training text lacks them: {missing}", file=sys.stderr)
-    new, = model.generate([tokenizer.encode(a.prompt)], a.max_new_tokens, a.mode, a.prefill_passes, a.temperature, a.top_k,
-                          a.seed, tokenizer.encode(a.stop))
+    new, = model.generate([tokenizer.encode(a.prompt)], a.max_new_tokens, a.mode, a.prefill_passes, a.temperature,
+                          a.top_k, a.seed, tokenizer.encode(a.stop))
     print(a.prompt + tokenizer.decode(new))
 
 

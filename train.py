@@ -32,7 +32,7 @@ class UserError(ValueError):
 
 @dataclasses.dataclass
 class Options:
-    dataset: str = "python-docs"  # python-docs, shakespeare, wikitext-2, wikitext-103, running-sum, statetrack, or a text file
+    dataset: str = "python-docs"  # python-docs, shakespeare, wikitext-2, wikitext-103, running-sum, statetrack, a file
     tokenizer: Literal["char", "regex", "gpt2"] = "char"  # characters; words and runs of white space; GPT-2's BPE
     data_dir: str = "data"  # where downloads and token caches are kept
     out_dir: str = ""  # the run directory; empty: out/MODEL-PRESET
@@ -448,7 +448,7 @@ class TextData:
 
 
 class RunningSumData:
-    """Random bits; the target at every position is the sum of the bits so far, modulo config.modulus (`0110` -> `0122` for
+    """Random bits; the target at every position is the sum of the bits so far, modulo config.modulus (0110 -> 0122 for
     3). Rows of block_size bits, made on the fly; the validation split's are the same at every seed."""
 
     def __init__(self, options, config):
@@ -465,9 +465,9 @@ class RunningSumData:
 class StateTrackData:
     """The state-tracking tasks of arXiv 2608.08888, appendix F: short programs, then a question about their state.
 
-        completion  required = 4 | completed = 9 | scratch = 7 | `size` times: scratch += 0 | Status: more
-        memory      state = 1 | scratch = 0 | five times: scratch ^= 0 or 1 | `size` times: scratch += 0 | # final state: one
-        registers   `writes` times: r3 = 0 or 1, `size` registers in random order | 8 times: scratch += 0 | query = r3 | Value: 1
+        completion  required = 4 | completed = 9 | scratch = 7 | size x (scratch += 0) | Status: more
+        memory      state = 1 | scratch = 0 | 5 x (scratch ^= 0 or 1) | size x (scratch += 0) | # final state: one
+        registers   writes x (r3 = 0 or 1), of `size` registers | 8 x (scratch += 0) | query = r3 | Value: 1
 
     (| stands for a line's end.) A token is a word or a sign. Targets are -1 except at the answer, the last token.
     """

@@ -1,5 +1,5 @@
 """The claims of arXiv 2608.08888, and fullbandwidth.py against naive references, in float64 where it matters."""
-import math
+import contextlib, math, re
 
 import pytest
 import torch
@@ -12,10 +12,15 @@ from fullbandwidth import Config, FullBandwidthGPT
 from train import UserError
 
 
+@pytest.fixture(autouse=True)
+def no_benchmark(monkeypatch):
+    monkeypatch.setattr(train, "matmul_peak", lambda device, dtype: 1e12)  # most of a second in every run
+
+
 def small(dtype=torch.float64, **fields):
     """A random model in eval mode, and one batch for it."""
-    config = Config(**dict(vocab_size=31, block_size=12, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, mlp_width=24, window=5,
-                           full_every=3, head_gates=True) | fields)
+    config = Config(**dict(vocab_size=31, block_size=12, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, mlp_width=24,
+                           window=5, full_every=3, head_gates=True) | fields)
     model = FullBandwidthGPT(config).to(dtype).eval()
     for p in model.parameters():
         if p.ndim == 1:  # gains: anything but 1
@@ -24,7 +29,7 @@ def small(dtype=torch.float64, **fields):
     return model, idx[:, :-1], idx[:, 1:]
 
 
-# The naive model, written from the paper for one sequence: one position and one head at a time, nothing shared or cached.
+# The naive model, written from the paper for one sequence: one position, one head at a time, nothing shared or cached.
 
 def naive_norm(x, gain):
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain
@@ -215,7 +220,7 @@ def test_presets_have_the_parameters_they_name():
         with torch.device("meta"):
             config, = train.split_fields(fields, Config)
             counts[preset] = sum(p.numel() for p in FullBandwidthGPT(Config(**config)).parameters())
-    # 1b by hand: qkv 16 + 2 * 8 heads of 96, output, gates, three matrices of the MLP, gains; embeddings; W_U, W_G, gains
+    # 1b by hand: qkv 16 + 2 * 8 heads of 96, output, gates, the MLP's matrices, gains; embeddings; W_U, W_G, gains
     block = 32 * 96 * 1536 + 1536**2 + 16 * 1536 + 3 * 6656 * 1536 + 4 * 1536 + 2 * 96
     assert counts["1b"] == 24 * block + 100_352 * 1536 + 2 * 1536**2 + 2 * 1536
     assert round(counts["124m"] / 1e6) == 125 and round(counts["1b"] / 1e9, 2) == 1.07
@@ -260,7 +265,7 @@ def test_pass_counts_follow_the_schedule_and_depend_on_seed_and_step_only():
 
 @pytest.mark.parametrize("fields, message", [
     (dict(mix="0.5,0.4"), "sum to 1"), (dict(mix="1.5,-0.5"), "sum to 1"), (dict(mix="most"), "sum to 1"),
-    (dict(n_embd=100, n_head=8), "not divisible by --n_head=8"), (dict(n_kv_head=3), "not divisible by --n_kv_head=3"),
+    (dict(n_embd=100, n_head=8), "not --n_head=8 times an even width"), (dict(n_kv_head=3), "--n_kv_head=3"),
     (dict(feedback_from=2.0), "feedback_from"), (dict(modulus=1), "modulus"), (dict(jitter=-1.0), "jitter")])
 def test_impossible_configs_are_refused(fields, message):
     with pytest.raises(UserError, match=message):
@@ -316,7 +321,8 @@ def test_cached_decoding_of_a_batch_equals_naive_decoding_past_the_context(mode,
 def test_the_three_modes_differ_and_seeds_repeat():
     model, idx, _ = small()
     prompts = idx.tolist()
-    outputs = [model.generate(prompts, 20, mode, temperature=0.05, seed=seed) for mode in fullbandwidth.MODES for seed in (1, 2, 1)]
+    outputs = [model.generate(prompts, 20, mode, temperature=0.05, seed=seed)
+               for mode in fullbandwidth.MODES for seed in (1, 2, 1)]
     assert all(outputs[i] == outputs[i + 2] != outputs[i + 1] for i in (0, 3, 6))
     assert len({str(output) for output in outputs}) == 6
 
@@ -362,7 +368,7 @@ def test_rows_end_with_their_first_stop_token():
 
 @pytest.mark.parametrize("fields, prompt, mode, message", [
     ({}, [1], "sotf", "did you mean soft"), ({}, [], "soft", "an empty prompt"),
-    ({}, [1] * 13, "fused", "13 tokens is longer than the context of 12"),
+    ({}, [1] * 13, "fused", "13 tokens is longer than the context, 12"),
     (dict(mix="1"), [1], "soft", "--mode=soft needs a model trained with feedback"),
     (dict(mix="1"), [1], "fused", "--mode=fused needs a model trained with feedback")])
 def test_prompts_and_modes_that_cannot_be_are_refused(fields, prompt, mode, message):
@@ -370,11 +376,66 @@ def test_prompts_and_modes_that_cannot_be_are_refused(fields, prompt, mode, mess
         small(**fields)[0].generate([prompt], 3, mode)
 
 
+# Diagnostics
+
+def test_pass_curve_measures_losses_and_updates_and_knows_a_fixed_point():
+    model, idx, targets = small()
+    curve = fullbandwidth.pass_curve(model, [(idx, targets)], (1, 2, 3, 12, 1000))
+    with torch.no_grad():
+        states = model.passes(idx, 13)
+        ces = model.loss(idx, targets, 3)[1]
+    torch.testing.assert_close(curve[:3, 0], torch.stack([ces[f"ce_{k}"] for k in (1, 2, 3)]))
+    torch.testing.assert_close(curve[2, 1], (states[2] - states[1]).norm(dim=-1).mean())
+    assert torch.equal(states[12], states[11])  # T passes are exact, so later ones change nothing
+    assert curve[4, 0] == curve[3, 0] and curve[4, 1] == 0
+
+
+def test_feedback_gains_are_those_of_the_jacobian_which_is_nilpotent():
+    model, idx, _ = small(n_embd=8, n_head=2, n_layer=1, block_size=5)
+    idx = idx[:1, :5]
+    h, e, plain = model.recurrent(idx), model.embed(idx), model.plain(idx)
+    J = torch.autograd.functional.jacobian(lambda h: model.stack(model.feedback(h, e, plain)), h).reshape(40, 40)
+    power = torch.linalg.matrix_power
+    assert power(J, 4).norm() > 1e-9 and power(J, 5).norm() < 1e-12
+    gains = fullbandwidth.feedback_gains(model, idx, 5, torch.Generator().manual_seed(1))[:, 0]
+    v = torch.randn(1, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).flatten()
+    norms = torch.stack([(power(J.T, n) @ v).norm() for n in range(5)])
+    torch.testing.assert_close(gains[:4], norms[1:] / norms[:-1])
+    assert gains[4] == 0
+
+
+def test_probe_finds_what_is_linear_and_learns_no_group_by_heart():
+    groups = [str(i // 4) for i in range(200)]
+    labels = torch.tensor([i // 4 % 2 for i in range(200)])
+    labels = labels[torch.randperm(50) * 4].repeat_interleave(4)  # a label for each group, at random
+    identity = F.one_hot(torch.tensor([int(g) for g in groups])).double()
+    assert fullbandwidth.probe(identity, labels, groups) < 0.7  # a group's name says nothing about other groups
+    assert fullbandwidth.probe(identity, labels, torch.randperm(200).tolist()) > 0.95  # every row a group of its own
+    features = torch.randn(200, 8).double()
+    features[:, 3] += 6 * labels
+    assert fullbandwidth.probe(features, labels, groups) > 0.95
+
+
+def test_recurrent_prefill_hands_the_last_token_a_state_that_standard_prefill_keeps_from_it():
+    data = train.StateTrackData(train.Options(), Config())
+    model, *_ = small(torch.float32, vocab_size=data.vocab_size, block_size=102, window=0)
+    table = fullbandwidth.probe_depths(model, data, "memory", 0, n=64, recurrent=(0, 1, None))
+    assert table.shape == (3, 4)
+    assert abs(table[0, 0] - 0.5) < 0.01  # the input at the last token is the same for every program
+    texts = [data.program("memory", i, 0)[0] for i in (0, 1)]
+    idx = torch.tensor([data.tokenizer.encode(text) for text in texts])
+    for last, differs in ((0, False), (1, True), (idx.shape[1] - 1, True)):
+        residuals = []
+        model.recurrent(idx, idx.shape[1] - last, residuals)
+        assert (residuals[0][0, -1] - residuals[0][1, -1]).abs().max().gt(0) == differs
+
+
 # The tasks
 
 def test_running_sums_are_right_at_every_position_for_any_modulus_and_length():
     for modulus, length in ((2, 5), (3, 33), (40, 64)):
-        data = train.load_data(train.Options(dataset="running-sum", batch_size=4), Config(modulus=modulus, block_size=length))
+        options = train.Options(dataset="running-sum", batch_size=4)
+        data = train.load_data(options, Config(modulus=modulus, block_size=length))
         idx, targets = data.batch("train", 3)
         assert idx.shape == targets.shape == (4, length) and data.vocab_size == modulus
         for row, answers in zip(idx.tolist(), targets.tolist()):
@@ -436,9 +497,9 @@ def test_other_models_are_told_whose_task_it_is():
 
 # With the driver
 
-TINY = ["--n_layer=1", "--n_head=1", "--n_kv_head=1", "--n_embd=16", "--mlp_width=16", "--block_size=16", "--batch_size=4",
-        "--eval_batches=1", "--max_steps=8", "--eval_interval=4", "--log_interval=1", "--device=cpu", "--compile=off",
-        "--optimizer=adamw", "--dataset=running-sum"]
+TINY = ["--n_layer=1", "--n_head=1", "--n_kv_head=1", "--n_embd=16", "--mlp_width=16", "--block_size=16",
+        "--batch_size=4", "--eval_batches=1", "--max_steps=8", "--eval_interval=4", "--log_interval=1", "--device=cpu",
+        "--compile=off", "--optimizer=adamw", "--dataset=running-sum", "--overwrite"]
 
 
 def test_a_standard_checkpoint_lacks_the_two_new_matrices_only_and_one_pass_stays_what_it_was(tmp_path):
@@ -448,12 +509,11 @@ def test_a_standard_checkpoint_lacks_the_two_new_matrices_only_and_one_pass_stay
     assert new.state_dict().keys() - old.state_dict().keys() == {"W_U.weight", "W_G.weight"}
     idx = torch.randint(0, 3, (4, 16))
     assert torch.equal(old.passes(idx, 1)[0], new.passes(idx, 3)[0])
-    assert [r["train_loss"] for r in train.read_csv(tmp_path / "new/log.csv")[1:] if "ce_2" not in r] != []
-    for argv, message in ((["--n_layer=2"], "blocks.1"), (["--mlp_width=8"], "other shapes"), (["--modulus=5"], "other shapes"),
-                          (["--dataset=python-docs", "--data_dir=" + str(tmp_path)], "other shapes"),
-                          (["--init_from=nowhere"], "no such checkpoint")):
+    for argv, message in ((["--n_layer=2"], "blocks.1"), (["--mlp_width=8"], "other shapes"),
+                          (["--modulus=5"], "other shapes"), (["--init_from=nowhere"], "no such checkpoint"),
+                          (["--dataset=python-docs", f"--data_dir={tmp_path}"], "other shapes")):
         with pytest.raises(UserError, match=message):
-            train.main(["fullbandwidth", *TINY, f"--init_from={tmp_path}/old", f"--out_dir={tmp_path}/bad", "--overwrite", *argv])
+            train.main(["fullbandwidth", *TINY, f"--init_from={tmp_path}/old", f"--out_dir={tmp_path}/bad", *argv])
 
 
 def test_resuming_makes_the_same_draws(tmp_path):
@@ -467,3 +527,44 @@ def test_resuming_makes_the_same_draws(tmp_path):
     whole, resumed = (train.read_csv(tmp_path / name / "log.csv") for name in ("whole", "stopped"))
     assert [r.get("train_loss") for r in whole] == [r.get("train_loss") for r in resumed]
     assert len({"ce_2" in r for r in whole[1:]}) == len({"ce_3" in r for r in whole[1:]}) == 2
+
+
+# The command line
+
+def test_help_lists_every_field_with_its_meaning(capsys):
+    for main, argv, cls in ((train.main, ["fullbandwidth", "--help"], Config),
+                            (fullbandwidth.main, ["--help"], fullbandwidth.Arguments)):
+        with contextlib.suppress(SystemExit):
+            main(argv)
+        text = " ".join(capsys.readouterr().out.split())
+        for name in cls.__dataclass_fields__:
+            assert re.search(rf"--{name}[ ,].{{0,80}}\w+.*?\[", text), name
+
+
+def test_every_diagnostic_and_every_mode_of_a_trained_run(tmp_path, capsys):
+    out = tmp_path / "run"
+    train.main(["fullbandwidth", *TINY, "--feedback_from=0", f"--out_dir={out}"])
+    capsys.readouterr()
+    fullbandwidth.main([str(out)])
+    text = capsys.readouterr().out
+    assert "pass (prefill passes)" in text and "contraction rate" in text and "soft decoding" in text
+    assert (out / "diagnostics.png").exists()
+    texts = []
+    for mode in fullbandwidth.MODES:
+        fullbandwidth.main([str(out), "--prompt=0110", f"--mode={mode}", "--max_new_tokens=40", "--stop=2"])
+        texts.append(capsys.readouterr().out.strip())
+    assert all(re.fullmatch("0110([01]{40}|[01]*2)", text) for text in texts)
+    for argv, message in ((["--prompt="], "an empty prompt"), (["--prompt=01", "--mode=sotf"], "invalid choice"),
+                          (["--prompt=abc"], "not in the vocabulary"), ([f"--prompt={'0' * 17}"], "longer than"),
+                          (["--prompt=0", "--prefill_passes=0"], "prefill_passes")):
+        with pytest.raises(UserError, match=message):
+            fullbandwidth.main([str(out), *argv])
+
+
+def test_a_sweep_reports_losses_and_updates_over_passes(tmp_path, capsys):
+    train.main(["fullbandwidth", *TINY[:-1], "--max_steps=2", "--sweep=passes", "--seeds=1,2", f"--out_dir={tmp_path}"])
+    rows = train.read_csv(tmp_path / "passes.csv")
+    assert [(r["condition"], r["pass"]) for r in rows] == [(1, 1)] + [
+        (mix, k) for mix in ("75+25", "75+22+3") for k in fullbandwidth.PASSES]
+    assert all(r["seeds"] == 2 and math.isfinite(r["loss"] + r["update"]) for r in rows)
+    assert (tmp_path / "passes.png").exists()
