@@ -42,7 +42,7 @@ class Config:
     rope_theta: float = 10_000.0  # the slowest rotation's period is about 2 pi theta
     fusion: Literal["gated", "add", "concat"] = "gated"  # (W_U h) * sigmoid(W_G e), e + W_U h, or W_U h + W_G e
     mix: str = "0.75,0.22,0.03"  # shares of steps with 1, 2, 3 .. passes once feedback has started; 1: a standard model
-    feedback_from: float = 0.5  # share of the training that is single-pass before
+    feedback_from: float = 0.5  # share of the training that goes by before
     depth_scale: bool = True  # residual branches times 1 / sqrt(2 n_layer)
     input_norm: bool = True  # one shared RMSNorm on embeddings and on the stack's inputs
     jitter: float = 0.02  # in training, uniform noise of this size on the states fed back
@@ -57,18 +57,18 @@ class Config:
                        "full_every", "rope_theta")
         check_at_least(self, 0, "window", "jitter")
         check_at_least(self, 2, "modulus")
-        if not 0 <= self.feedback_from <= 1:
-            raise UserError(f"--feedback_from={self.feedback_from}: expected a share of the training, 0 to 1")
+        if not 0 <= self.feedback_from < 1:
+            raise UserError(f"--feedback_from={self.feedback_from}: expected a share of the training, below 1")
         if self.n_embd % (2 * self.n_head):
             raise UserError(f"--n_embd={self.n_embd} is not --n_head={self.n_head} times an even width")
         if self.n_head % self.n_kv_head:
             raise UserError(f"--n_head={self.n_head} is not divisible by --n_kv_head={self.n_kv_head}")
         try:
-            good = min(self.shares) >= 0 and abs(sum(self.shares) - 1) < 1e-6
+            good = min(self.shares) >= 0 < self.shares[-1] and abs(sum(self.shares) - 1) < 1e-6
         except ValueError:
             good = False
         if not good:
-            raise UserError(f"--mix={self.mix}: expected shares that sum to 1, as in --mix=0.75,0.22,0.03")
+            raise UserError(f"--mix={self.mix}: expected shares that sum to 1, the last above 0, as in 0.75,0.22,0.03")
 
     @property
     def shares(self):
@@ -85,6 +85,7 @@ PRESETS = {
     "1b": dict(vocab_size=100_352, n_layer=24, n_head=16, n_kv_head=8, n_embd=1536, mlp_width=6656, head_gates=True,
                block_size=8192, window=2048, batch_size=36, tokenizer="gpt2", max_steps=0, eval_interval=1000, **PAPER),
 }
+MODES = ("standard", "soft", "fused")  # of decoding
 SHOW = ("ce_1", "val_ce_1", "val_ce_2", "val_ce_3")  # printed beside the loss, and drawn in curves.png
 
 
@@ -180,8 +181,8 @@ class FullBandwidthGPT(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features ** -0.5)
-        for matrix in (self.wte, self.head) if self.head else (self.wte,):
-            nn.init.normal_(matrix.weight, std=0.02)
+        nn.init.normal_(self.wte.weight, std=0.02)
+        nn.init.normal_(self.readout_weight, std=0.02)
 
     @property
     def readout_weight(self):
@@ -373,9 +374,6 @@ class FullBandwidthGPT(nn.Module):
             if all(row[-1] in stop for row in new):
                 break
         return new
-
-
-MODES = ("standard", "soft", "fused")
 
 
 def sample_token(logits, temperature, top_k, generator):
