@@ -305,14 +305,13 @@ class FullBandwidthGPT(nn.Module):
     def load_weights(self, path, tokenizer):
         """Start from a checkpoint of this architecture with the same tokenizer, W_U and W_G missing or not."""
         ckpt = train.load_checkpoint(path, "fullbandwidth")
-        try:
-            missing, unexpected = self.load_state_dict(ckpt["weights"], strict=False)
-        except RuntimeError as error:
-            raise UserError(f"--init_from={path} has other shapes: {' '.join(str(error).split())[:200]}") from None
-        if extra := [*unexpected, *(set(missing) - {"W_U.weight", "W_G.weight"})]:
-            raise UserError(f"--init_from={path} is of another architecture: {', '.join(sorted(extra))}")
+        there, here = ({name: w.shape for name, w in weights.items() if name not in ("W_U.weight", "W_G.weight")}
+                       for weights in (ckpt["weights"], self.state_dict()))
+        if differing := [name for name in {**there, **here} if there.get(name) != here.get(name)]:
+            raise UserError(f"--init_from={path} is of another architecture or vocabulary: {differing[0]} differs")
         if ckpt["tokenizer"] != tokenizer.spec:
-            raise UserError(f"--init_from={path} was trained with another tokenizer or vocabulary")
+            raise UserError(f"--init_from={path} was trained with another tokenizer")
+        self.load_state_dict(ckpt["weights"], strict=False)
 
     def new_cache(self, B, S):
         c, like = self.config, self.wte.weight

@@ -497,16 +497,18 @@ TINY = ["--n_layer=1", "--n_head=1", "--n_kv_head=1", "--n_embd=16", "--mlp_widt
         "--compile=off", "--optimizer=adamw", "--dataset=running-sum", "--overwrite"]
 
 
-def test_a_standard_checkpoint_lacks_the_two_new_matrices_only_and_one_pass_stays_what_it_was(tmp_path):
+def test_a_standard_checkpoint_lacks_the_two_new_matrices_only_and_one_pass_stays_what_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "three.txt").write_text("abc" * 300)
     train.main(["fullbandwidth", *TINY, "--mix=1", f"--out_dir={tmp_path}/old"])
     train.main(["fullbandwidth", *TINY, f"--init_from={tmp_path}/old", "--lr=0", f"--out_dir={tmp_path}/new"])
     old, new = (train.load_model(tmp_path / name, "fullbandwidth", FullBandwidthGPT)[0] for name in ("old", "new"))
     assert new.state_dict().keys() - old.state_dict().keys() == {"W_U.weight", "W_G.weight"}
     idx = torch.randint(0, 3, (4, 16))
     assert torch.equal(old.passes(idx, 1)[0], new.passes(idx, 3)[0])
-    for argv, message in ((["--n_layer=2"], "blocks.1"), (["--mlp_width=8"], "other shapes"),
-                          (["--modulus=5"], "other shapes"), (["--init_from=nowhere"], "no such checkpoint"),
-                          (["--dataset=python-docs", f"--data_dir={tmp_path}"], "other shapes")):
+    for argv, message in ((["--n_layer=2"], "blocks.1.* differs"), (["--mlp_width=8"], "mlp.gate_up.weight differs"),
+                          (["--modulus=5"], "wte.weight differs"), (["--init_from=nowhere"], "no such checkpoint"),
+                          (["--dataset=three.txt", f"--data_dir={tmp_path}"], "another tokenizer")):
         with pytest.raises(UserError, match=message):
             train.main(["fullbandwidth", *TINY, f"--init_from={tmp_path}/old", f"--out_dir={tmp_path}/bad", *argv])
 
