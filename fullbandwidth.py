@@ -506,16 +506,15 @@ def probe(features, labels, groups, folds=4, l2=1.0):
     return right / len(y)
 
 
-def probe_depths(model, data, task, size, writes=16, n=400, recurrent=(0, 1, 2, 4, None)):
-    """State accessibility (section 4.4): probe accuracy at the last token, (len(recurrent), n_layer + 1), at each depth
-    of the residual stream, 0 the stack's input, after a recurrent prefill of the last so many tokens (None: of all)."""
-    texts, labels, groups = zip(*(data.program(task, i, size, writes) for i in range(n)))
-    idx = torch.tensor([data.tokenizer.encode(text) for text in texts], device=model.wte.weight.device)
+def probe_depths(model, idx, labels, groups, recurrent=(0, 1, 2, 4, None)):
+    """State accessibility (section 4.4): probe accuracy at the last token of idx (N, T), (len(recurrent), n_layer + 1),
+    at each depth of the residual stream, 0 the stack's input, after a recurrent prefill of the last so many tokens
+    (None: of all). Readable is not the same as used: a random model's state is readable too."""
     table, T = [], idx.shape[1]
     for last in recurrent:
         residuals = []
         model.recurrent(idx, 1 if last is None else T - last, residuals)
-        table.append([probe(x[:, -1], torch.tensor(labels, device=x.device), groups) for x in residuals])
+        table.append([probe(x[:, -1], labels, groups) for x in residuals])
     return torch.tensor(table)
 
 
@@ -560,23 +559,24 @@ def show_running_sum(model, options):
         print(f"{name:22} {right[:, :T].mean():9.2%} {right[:, T:].mean():11.2%}")
 
 
-def show_state_tracking(model, data, modes):
-    """Answers under the decoders, then the probes. A readable state is not yet one that the model uses."""
-    shown = [(task, size) for task, sizes in data.sizes.items() for size in sizes if data.length(task, size) <= data.T]
-    print("\nright answers".ljust(25) + "".join(f"{mode:>10}" for mode in modes))
-    for task, size in shown:
-        programs = [data.program(task, i, size) for i in range(400)]
-        prompts = [data.tokenizer.encode(text) for text, *_ in programs]
-        answers = [[data.tokenizer.ids[data.answers[task][label]]] for _, label, _ in programs]
-        decoded = [model.generate(prompts, 1, mode, temperature=0) for mode in modes]
-        right = [sum(map(operator.eq, new, answers)) / len(answers) for new in decoded]
-        print(f"{task:12} size {size:<6}" + "".join(f"{share:>10.1%}" for share in right))
-    print("\nprobes at the last token, by depth (0: the stack's input); readable is not the same as used")
-    for task, size in shown:
-        prefills = (0, 1, 2, 4, None) if len(modes) > 1 else (0,)
-        for last, row in zip(prefills, probe_depths(model, data, task, size, recurrent=prefills).tolist()):
-            name = "recurrence" if last is None else f"last {last} recurrent" if last else "standard prefill"
-            print(f"{task:12} size {size:<4} {name:18}" + "".join(f"{value:>8.1%}" for value in row))
+def show_state_tracking(model, data, modes, n=400):
+    """For every task and size that fits: right answers under each decoder, and what probes read at the last token."""
+    prefills = {"standard prefill": 0}
+    if len(modes) > 1:
+        prefills |= {"last 1 recurrent": 1, "last 2 recurrent": 2, "last 4 recurrent": 4, "recurrence": None}
+    print("\nprobes at the last token, by depth from 0, the stack's input (readable is not the same as used)")
+    for task, size in ((task, size) for task, sizes in data.sizes.items() for size in sizes):
+        if data.length(task, size) > data.T:
+            continue
+        texts, labels, groups = zip(*(data.program(task, i, size) for i in range(n)))
+        prompts = [data.tokenizer.encode(text) for text in texts]
+        answers = [[data.tokenizer.ids[data.answers[task][label]]] for label in labels]
+        decoded = {mode: model.generate(prompts, 1, mode, temperature=0) for mode in modes}
+        right = ", ".join(f"{mode} {sum(map(operator.eq, new, answers)) / n:.1%}" for mode, new in decoded.items())
+        print(f"{task}, size {size}; right answers: {right}")
+        idx, labels = (torch.tensor(x, device=model.wte.weight.device) for x in (prompts, labels))
+        for name, row in zip(prefills, probe_depths(model, idx, labels, groups, prefills.values()).tolist()):
+            print(f"  {name:18}" + "".join(f"{value:>8.1%}" for value in row))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -414,14 +414,14 @@ def test_probe_finds_what_is_linear_and_learns_no_group_by_heart():
 def test_recurrent_prefill_hands_the_last_token_a_state_that_standard_prefill_keeps_from_it():
     data = train.StateTrackData(train.Options(), Config())
     model, *_ = small(torch.float32, vocab_size=data.vocab_size, block_size=102, window=0)
-    table = fullbandwidth.probe_depths(model, data, "memory", 0, n=64, recurrent=(0, 1, None))
+    texts, labels, groups = zip(*(data.program("memory", i, 0) for i in range(64)))
+    idx = torch.tensor([data.tokenizer.encode(text) for text in texts])
+    table = fullbandwidth.probe_depths(model, idx, torch.tensor(labels), groups, (0, 1, None))
     assert table.shape == (3, 4)
     assert abs(table[0, 0] - 0.5) < 0.01  # the input at the last token is the same for every program
-    texts = [data.program("memory", i, 0)[0] for i in (0, 1)]
-    idx = torch.tensor([data.tokenizer.encode(text) for text in texts])
     for last, differs in ((0, False), (1, True), (idx.shape[1] - 1, True)):
         residuals = []
-        model.recurrent(idx, idx.shape[1] - last, residuals)
+        model.recurrent(idx[:2], idx.shape[1] - last, residuals)
         assert (residuals[0][0, -1] - residuals[0][1, -1]).abs().max().gt(0) == differs
 
 
