@@ -7,7 +7,7 @@ Jacobi iteration, exact at position t after t passes; a few percent of three-pas
 
     python train.py fullbandwidth                                    # train the tiny preset
     python train.py fullbandwidth --sweep=passes                     # one pass / 75+25 / 75+22+3: the paper's figure 3
-    python train.py fullbandwidth --dataset=running-sum --block_size=32 --mix=0.5,0.4,0.1 --feedback_from=0
+    python train.py fullbandwidth --preset=running-sum               # right at lengths that no window has reached
     python fullbandwidth.py out/fullbandwidth-tiny                   # every diagnostic for a trained run
     python fullbandwidth.py out/fullbandwidth-tiny --prompt="The " --mode=soft
 
@@ -77,9 +77,13 @@ class Config:
 
 
 PAPER = dict(optimizer="muon", muon_lr=0.01, lr=5e-4, weight_decay=0.01, schedule="wsd", warmup_steps=200)
+TOY = dict(optimizer="muon", muon_lr=0.02, lr=3e-3, schedule="wsd", warmup_steps=20,
+           dtype="float32")  # in which matrices this small are faster
 PRESETS = {
-    "tiny": dict(optimizer="muon", muon_lr=0.02, lr=3e-3, max_steps=800, batch_size=32, schedule="wsd", warmup_steps=20,
-                 feedback_from=0.25, dtype="float32"),  # matrices this small are faster in it
+    "tiny": dict(max_steps=800, feedback_from=0.25, **TOY),
+    "running-sum": dict(dataset="running-sum", block_size=32, n_layer=2, n_embd=64, mlp_width=176, mix="0.5,0.4,0.1",
+                        feedback_from=0.0, max_steps=3000, batch_size=64, log_interval=100, eval_interval=500,
+                        eval_batches=2, **TOY),
     "124m": dict(n_layer=12, n_head=12, n_kv_head=12, n_embd=768, mlp_width=2048, block_size=1024, tokenizer="gpt2",
                  batch_size=16, grad_accum=16, max_steps=5000, log_interval=20, eval_interval=500, **PAPER),
     "1b": dict(vocab_size=100_352, n_layer=24, n_head=16, n_kv_head=8, n_embd=1536, mlp_width=6656, head_gates=True,
