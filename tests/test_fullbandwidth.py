@@ -558,10 +558,12 @@ def test_every_diagnostic_and_every_mode_of_a_trained_run(tmp_path, capsys):
             fullbandwidth.main([str(out), *argv])
 
 
-def test_a_sweep_reports_losses_and_updates_over_passes(tmp_path, capsys):
+def test_a_sweep_reports_losses_and_updates_over_passes(tmp_path, monkeypatch):
+    conditions, report = fullbandwidth.SWEEPS["passes"]
+    few = {name: conditions[name] for name in ("1", "75+22+3")}
+    monkeypatch.setitem(fullbandwidth.SWEEPS, "passes", (few, report))
     train.main(["fullbandwidth", *TINY[:-1], "--max_steps=2", "--sweep=passes", "--seeds=1,2", f"--out_dir={tmp_path}"])
     rows = train.read_csv(tmp_path / "passes.csv")
-    assert [(r["condition"], r["pass"]) for r in rows] == [(1, 1)] + [
-        (mix, k) for mix in ("75+25", "75+22+3") for k in fullbandwidth.PASSES]
+    assert [(r["condition"], r["pass"]) for r in rows] == [(1, 1), *(("75+22+3", k) for k in fullbandwidth.PASSES)]
     assert all(r["seeds"] == 2 and math.isfinite(r["loss"] + r["update"]) for r in rows)
     assert (tmp_path / "passes.png").exists()
