@@ -19,7 +19,7 @@ singular value, which is at least rho. Where J is far from normal all three diff
 
 Letters: B batch, T tokens, D width, h^(t) the (B, T, D) state after loop t, N = T D, J the (N, N) Jacobian of one loop.
 """
-import copy, math, re, sys
+import copy, math, re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

@@ -32,7 +32,7 @@ class UserError(ValueError):
 
 @dataclasses.dataclass
 class Options:
-    dataset: str = "python-docs"  # python-docs, shakespeare, wikitext-2, wikitext-103, addition, or a UTF-8 text file
+    dataset: str = "python-docs"  # python-docs, shakespeare, wikitext-2, wikitext-103, addition, running-sum, statetrack, or a file's path
     tokenizer: Literal["char", "regex", "gpt2"] = "char"  # characters; words and runs of white space; GPT-2's BPE
     data_dir: str = "data"  # where downloads and token caches are kept
     out_dir: str = ""  # the run directory; empty: out/MODEL-PRESET
@@ -145,7 +145,7 @@ SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/
 WIKITEXT = {"wikitext-2": ("https://wikitext.smerity.com/wikitext-2-raw-v1.zip", None, None),
             "wikitext-103": ("https://wikitext.smerity.com/wikitext-103-raw-v1.zip", 191984949, None)}
 PARALLEL_BYTES = 1 << 24  # texts from this size on are tokenized on all cores
-DATASETS = ("python-docs", "shakespeare", *WIKITEXT, "addition")
+DATASETS = ("python-docs", "shakespeare", *WIKITEXT, "addition", "running-sum", "statetrack")
 
 
 def download(url, path, size=None, sha256=None, tries=3):
@@ -282,7 +282,8 @@ def blocks(path, start, end, size=1 << 20):
 class Tokenizer:
     """A list of types. char: one token per character, and an unknown one is an error. regex: the paper's (arXiv
     2606.24898), runs of white space, words, single other characters; an unknown one becomes <unk>, which cannot be undone."""
-    patterns = {"char": re.compile(r"(?s)."), "regex": re.compile(r"\s+|[A-Za-z0-9_]+|[^\w\s]|\w")}  # |\w: beyond ASCII
+    patterns = {"char": re.compile(r"(?s)."), "regex": re.compile(r"\s+|[A-Za-z0-9_]+|[^\w\s]|\w"),  # |\w: beyond ASCII
+                "words": re.compile(r"\n| ?\w+| ?[^\w\s]+")}  # statetrack's programs
     specials = ["<pad>", "<bos>", "<eos>", "<unk>"]
 
     def __init__(self, name, vocab):
@@ -508,13 +509,87 @@ class AdditionData:
         return self.encode(a[rank::world], b[rank::world])
 
 
+class RunningSumData:
+    """Random bits; the target at every position is the sum of the bits so far, modulo config.modulus (0110 -> 0122 for
+    3). Rows of block_size bits, made on the fly; the validation split's are the same at every seed."""
+
+    def __init__(self, options, config):
+        self.options, self.T, self.vocab_size = options, config.block_size, config.modulus
+        self.tokenizer = Tokenizer("char", [chr(ord("0") + i) for i in range(self.vocab_size)])
+        self.batches_per_epoch = max(1, 2 ** min(self.T, 20) // options.batch_size)
+
+    def batch(self, split, i, rank=0, world=1):
+        rng = np.random.default_rng([self.options.seed, i] if split == "train" else [i])
+        bits = torch.from_numpy(rng.integers(0, 2, (self.options.batch_size, self.T)))[rank::world]
+        return bits, bits.cumsum(1) % self.vocab_size
+
+
+class StateTrackData:
+    """The state-tracking tasks of arXiv 2608.08888, appendix F: short programs, then a question about their state.
+
+        completion  required = 4 | completed = 9 | scratch = 7 | size x (scratch += 0) | Status: more
+        memory      state = 1 | scratch = 0 | 5 x (scratch ^= 0 or 1) | size x (scratch += 0) | # final state: one
+        registers   writes x (r3 = 0 or 1), of `size` registers | 8 x (scratch += 0) | query = r3 | Value: 1
+
+    (| stands for a line's end.) A token is a word or a sign. Targets are -1 except at the answer, the last token.
+    """
+    answers = {"completion": (" more", " done"), "memory": (" zero", " one"), "registers": (" 0", " 1")}
+    sizes = {"completion": (0, 8, 32, 128, 256), "memory": (0, 8, 32, 128, 256), "registers": (1, 2, 4, 8)}
+    vocab = ["<pad>", "\n", ":", "#", " =", " +=", " ^=", *(f" {i}" for i in range(10)), *(f"r{i}" for i in range(8)),
+             *(f" r{i}" for i in range(8)), "required", "completed", "scratch", "state", "query", "Status", "Value",
+             " final", " state", " done", " more", " zero", " one"]
+
+    def __init__(self, options, config):
+        self.options, self.tokenizer, self.vocab_size = options, Tokenizer("words", self.vocab), len(self.vocab)
+        self.T = max(config.block_size, self.length("registers", 8))
+        self.batches_per_epoch = max(1, 1_000_000 // options.batch_size)
+
+    def program(self, task, i, size, writes=16):
+        """Program i of a task, (text up to the colon, label: which of the two answers, group). The programs of a group
+        share what a probe could learn by heart, a pair of numbers or a scratch context: folds must not divide it."""
+        versions = {"completion": 4, "memory": 2, "registers": 1}[task]
+        rng = np.random.default_rng([size, i // versions])
+        noops = "scratch += 0\n" * (8 if task == "registers" else size)
+        if task == "completion":
+            a, b = rng.choice(10, 2, replace=False)
+            required, completed = ((a, a), (a, b), (b, a), (b, b))[i % 4]
+            text = f"required = {required}\ncompleted = {completed}\nscratch = {rng.integers(10)}\n{noops}Status:"
+            return text, int(required == completed), f"{min(a, b)} {max(a, b)}"
+        if task == "memory":
+            xors = "".join(f"scratch ^= {bit}\n" for bit in rng.integers(0, 2, 5))
+            return f"state = {i % 2}\nscratch = 0\n{xors}{noops}# final state:", i % 2, xors
+        order, bits, query = rng.permutation(np.arange(writes) % size), rng.integers(0, 2, writes), rng.integers(size)
+        lines = "".join(f"r{register} = {bit}\n" for register, bit in zip(order, bits))
+        return f"{lines}{noops}query = r{query}\nValue:", int(bits[order == query][-1]), str(i)
+
+    @functools.cache
+    def length(self, task, size):
+        return len(self.tokenizer.encode(self.program(task, 0, size)[0]))
+
+    def batch(self, split, i, rank=0, world=1):
+        """Each row a random program of a random task, of a size that fits into T tokens."""
+        n, rng = self.options.batch_size, np.random.default_rng([self.options.seed, i] if split == "train" else [i])
+        idx, targets = torch.zeros(n, self.T, dtype=torch.int64), torch.full((n, self.T), -1)
+        for row in range(n):
+            task = rng.choice(list(self.sizes))
+            size = rng.choice([s for s in self.sizes[task] if self.length(task, s) <= self.T])
+            text, label, _ = self.program(task, int(rng.integers(1 << 40)), int(size))
+            tokens = self.tokenizer.encode(text)
+            idx[row, :len(tokens)] = torch.tensor(tokens)
+            targets[row, len(tokens) - 1] = self.tokenizer.ids[self.answers[task][label]]
+        return idx[rank::world], targets[rank::world]
+
+
 def load_data(options, config):
     """The data of `options.dataset`, which then fixes config.vocab_size and config.block_size."""
-    if options.dataset != "addition":
+    tasks = {"addition": ("digits", "stars", AdditionData), "running-sum": ("modulus", "fullbandwidth", RunningSumData),
+             "statetrack": ("modulus", "fullbandwidth", StateTrackData)}
+    if options.dataset not in tasks:
         return TextData(options, config)
-    if not hasattr(config, "digits"):
-        raise UserError("--dataset=addition is the task of stars: python train.py stars")
-    return AdditionData(options, config)
+    field, model, data = tasks[options.dataset]
+    if not hasattr(config, field):
+        raise UserError(f"--dataset={options.dataset} is a task of {model}: python train.py {model}")
+    return data(options, config)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -862,7 +937,7 @@ class Run:
         if evaluate:
             row |= self.evaluate()
             line += f"  val {row['val_loss']:.4f}" + "".join(
-                f"  {k} {row[k]:.4g}" for k in self.show if k.startswith("val_"))
+                f"  {k} {row[k]:.4g}" for k in self.show if k in row and k.startswith("val_"))
         self.say(line)
         self.rows.append(row)
         if self.first:
@@ -914,7 +989,7 @@ class Run:
         """curves.png: training and validation loss, and one panel per quantity of the script's SHOW."""
         if not self.first:
             return
-        panels = [("train_loss", "val_loss"), *((name,) for name in self.show)]
+        panels = [("train_loss", "val_loss"), *((name,) for name in self.show if any(name in r for r in self.rows))]
         figure, axes = new_figure(len(panels))
         for axis, names in zip(axes, panels):
             for name in names:

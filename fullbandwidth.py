@@ -1,0 +1,665 @@
+"""The full-bandwidth transformer, after "Full-bandwidth transformer" (Wang et al., arXiv 2608.08888).
+
+A decoder hands on one token id, and throws away the top-layer state h_{t-1} that chose it. Here that state is the next
+input, and the token its gate (equation 4): e_t (x) h_{t-1} = (W_U h_{t-1}) * sigmoid(W_G e_t). Training stays parallel
+(equations 10 to 12): pass 1 is the ordinary forward, pass k reads the states of pass k - 1 shifted by one. That is a
+Jacobi iteration, exact at position t after t passes; a few percent of three-pass steps are to make it contract.
+
+    python train.py fullbandwidth                                    # train the tiny preset
+    python train.py fullbandwidth --sweep=passes                     # one pass / 75+25 / 75+22+3: the paper's figure 3
+    python train.py fullbandwidth --preset=running-sum               # right at lengths that no window has reached
+    python fullbandwidth.py out/fullbandwidth-tiny                   # every diagnostic for a trained run
+    python fullbandwidth.py out/fullbandwidth-tiny --prompt="The " --mode=soft
+
+Letters: B batch, T tokens, D width, V vocabulary, e embeddings and h^(k) pass k's final-normed top states, (B, T, D).
+"""
+import itertools, math, operator, sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import train
+from train import UserError, check_at_least, cross_entropy
+
+
+@dataclass
+class Config:
+    vocab_size: int = 50_257  # types; the tokenizer lowers it to what it found
+    block_size: int = 64  # tokens in a window, T, and the most that any layer looks back
+    n_layer: int = 4  # layers
+    n_head: int = 4  # query heads
+    n_kv_head: int = 4  # key and value heads, each shared by n_head / n_kv_head query heads
+    n_embd: int = 96  # width of the residual stream, D
+    mlp_width: int = 256  # hidden width of the SwiGLU
+    window: int = 0  # tokens that a layer looks back, itself included; 0: block_size
+    full_every: int = 6  # with a window, every so many layers one has none
+    head_gates: bool = False  # each head's output times a sigmoid of the layer's input
+    rope_theta: float = 10_000.0  # the slowest rotation's period is about 2 pi theta
+    fusion: Literal["gated", "add", "concat"] = "gated"  # (W_U h) * sigmoid(W_G e), e + W_U h, or W_U h + W_G e
+    mix: str = "0.75,0.22,0.03"  # shares of steps with 1, 2, 3 .. passes once feedback has started; 1: a standard model
+    feedback_from: float = 0.5  # share of the training that goes by before
+    depth_scale: bool = True  # residual branches times 1 / sqrt(2 n_layer)
+    input_norm: bool = True  # one shared RMSNorm on embeddings and on the stack's inputs
+    jitter: float = 0.02  # in training, uniform noise of this size on the states fed back
+    prefix_mix: bool = True  # in training, plain inputs before a random position of each sequence
+    tied: bool = True  # the readout multiplies with the input embeddings
+    document_end: int = -1  # the token that ends a document: the position after it gets no feedback; -1: none
+    modulus: int = 3  # of --dataset=running-sum
+    init_from: str = ""  # a run or checkpoint whose weights to start from; a standard model's lack W_U and W_G only
+
+    def __post_init__(self):
+        check_at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "mlp_width",
+                       "full_every", "rope_theta")
+        check_at_least(self, 0, "window", "jitter")
+        check_at_least(self, 2, "modulus")
+        if not 0 <= self.feedback_from < 1:
+            raise UserError(f"--feedback_from={self.feedback_from}: expected a share of the training, below 1")
+        if self.n_embd % (2 * self.n_head):
+            raise UserError(f"--n_embd={self.n_embd} is not --n_head={self.n_head} times an even width")
+        if self.n_head % self.n_kv_head:
+            raise UserError(f"--n_head={self.n_head} is not divisible by --n_kv_head={self.n_kv_head}")
+        try:
+            good = min(self.shares) >= 0 < self.shares[-1] and abs(sum(self.shares) - 1) < 1e-6
+        except ValueError:
+            good = False
+        if not good:
+            raise UserError(f"--mix={self.mix}: expected shares that sum to 1, the last above 0, as in 0.75,0.22,0.03")
+
+    @property
+    def shares(self):
+        """[share of 1-pass steps, of 2-pass steps, ..]."""
+        return [float(share) for share in self.mix.split(",")]
+
+
+PAPER = dict(optimizer="muon", muon_lr=0.01, lr=5e-4, weight_decay=0.01, schedule="wsd", warmup_steps=200)
+TOY = dict(optimizer="muon", muon_lr=0.02, lr=3e-3, schedule="wsd", warmup_steps=20,
+           dtype="float32")  # in which matrices this small are faster
+PRESETS = {
+    "tiny": dict(max_steps=800, feedback_from=0.25, **TOY),
+    "running-sum": dict(dataset="running-sum", block_size=32, n_layer=2, n_embd=64, mlp_width=176, mix="0.5,0.4,0.1",
+                        feedback_from=0.0, max_steps=3000, batch_size=64, log_interval=100, eval_interval=500,
+                        eval_batches=2, **TOY),
+    "124m": dict(n_layer=12, n_head=12, n_kv_head=12, n_embd=768, mlp_width=2048, block_size=1024, tokenizer="gpt2",
+                 batch_size=16, grad_accum=16, max_steps=5000, log_interval=20, eval_interval=500, **PAPER),
+    "1b": dict(vocab_size=100_352, n_layer=24, n_head=16, n_kv_head=8, n_embd=1536, mlp_width=6656, head_gates=True,
+               block_size=8192, window=2048, batch_size=36, tokenizer="gpt2", max_steps=0, eval_interval=1000, **PAPER),
+}
+MODES = ("standard", "soft", "fused")  # of decoding
+SHOW = ("ce_1", "val_ce_1", "val_ce_2", "val_ce_3")  # printed beside the loss, and drawn in curves.png
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+
+class RMSNorm(nn.Module):
+    """h / rms(h) * gain."""
+
+    def __init__(self, width, eps=1e-6):
+        super().__init__()
+        self.gain, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, h):
+        return F.rms_norm(h, h.shape[-1:], self.gain.to(h.dtype), self.eps)
+
+
+def rotate(x, rope):
+    """RoPE: queries or keys (B, nh, T, hs), each pair (x1, x2) turned by its position's angle; half-rotation layout."""
+    (x1, x2), (cos, sin) = x.chunk(2, dim=-1), rope
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention with normed queries and keys, RoPE, grouped queries, and sigmoid gates on the heads' outputs."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_head, self.n_kv_head, D = config.n_head, config.n_kv_head, config.n_embd
+        hs = D // config.n_head
+        self.qkv = nn.Linear(D, (self.n_head + 2 * self.n_kv_head) * hs, bias=False)
+        self.out = nn.Linear(D, D, bias=False)
+        self.q_norm, self.k_norm = RMSNorm(hs), RMSNorm(hs)
+        self.gate = nn.Linear(D, config.n_head, bias=False) if config.head_gates else None
+
+    def forward(self, x, rope, mask=None, cache=None, positions=None):
+        B, T, D = x.shape
+        heads = self.qkv(x).view(B, T, -1, D // self.n_head).transpose(1, 2)  # (B, nh + 2 nkv, T, hs)
+        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
+        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
+        if cache is not None and positions is None:  # (2, B, nkv, S, hs): a prefill fills the first T slots
+            cache[0, :, :, :T], cache[1, :, :, :T] = k, v
+        elif cache is not None:  # one token a row, at a position of its own: what stands in later slots is masked
+            rows = torch.arange(B, device=x.device)
+            cache[0, rows, :, positions], cache[1, rows, :, positions] = k[:, :, 0], v[:, :, 0]
+            k, v = cache
+        k, v = (x.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for x in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+        if self.gate is not None:
+            y = y * torch.sigmoid(self.gate(x)).transpose(1, 2)[..., None]
+        return self.out(y.transpose(1, 2).reshape(B, T, D))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_up = nn.Linear(config.n_embd, 2 * config.mlp_width, bias=False)
+        self.down = nn.Linear(config.mlp_width, config.n_embd, bias=False)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """x += s norm(attn(norm(x))); x += s norm(mlp(norm(x))). With s = 1 / sqrt(2 n_layer) the top state's norm does not
+    grow with the number of layers."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.attn, self.mlp = Attention(config), SwiGLU(config)
+        self.norm1, self.norm2, self.norm3, self.norm4 = (RMSNorm(config.n_embd) for _ in range(4))
+        self.scale = (2 * config.n_layer) ** -0.5 if config.depth_scale else 1.0
+
+    def forward(self, x, rope, mask=None, cache=None, positions=None):
+        x = x + self.scale * self.norm2(self.attn(self.norm1(x), rope, mask, cache, positions))
+        return x + self.scale * self.norm4(self.mlp(self.norm3(x)))
+
+
+class FullBandwidthGPT(nn.Module):
+    """Embeddings, a stack of blocks, a readout; if the mix has more than one pass, W_U and W_G to feed states back."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, D = config, config.n_embd
+        self.wte = nn.Embedding(config.vocab_size, D)
+        self.norm_in = RMSNorm(D) if config.input_norm else nn.Identity()
+        self.blocks = nn.ModuleList([Block(config) for _ in range(config.n_layer)])
+        self.norm = RMSNorm(D)
+        self.head = None if config.tied else nn.Linear(D, config.vocab_size, bias=False)
+        self.W_U = nn.Linear(D, D, bias=False) if len(config.shares) > 1 else None
+        self.W_G = nn.Linear(D, D, bias=False) if len(config.shares) > 1 and config.fusion != "add" else None
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features ** -0.5)
+        nn.init.normal_(self.wte.weight, std=0.02)
+        nn.init.normal_(self.readout_weight, std=0.02)
+
+    @property
+    def readout_weight(self):
+        return self.wte.weight if self.head is None else self.head.weight
+
+    def embed(self, idx):
+        """e of tokens (B, T): normed in every pass, so that a plain input is the same in all of them."""
+        return self.norm_in(self.wte(idx))
+
+    def stack(self, x, cache=None, positions=None, residuals=None):
+        """Final-normed top states (B, T, D) of inputs x (B, T, D).
+
+        cache (n_layer, 2, B, nkv, S, hs): filled from slot 0; or, with positions (B,), x is one token a row, each at
+        its own position, and attends to the cache. residuals, a list: gets the residual stream, n_layer + 1 tensors.
+        """
+        c, x, one_token = self.config, self.norm_in(x), positions is not None
+        at = positions[:, None] if one_token else torch.arange(x.shape[1], device=x.device)[None]  # (B, 1) or (1, T)
+        hs, kind = c.n_embd // c.n_head, dict(dtype=self.wte.weight.dtype, device=x.device)
+        angles = at[:, None, :, None] * c.rope_theta ** (-torch.arange(0, hs, 2, **kind) / hs)
+        rope, masks, depths = (angles.cos(), angles.sin()), {}, [x]
+        for i, (block, reach) in enumerate(zip(self.blocks, self.reaches())):
+            if one_token or x.shape[1] > reach:  # else plainly causal
+                if reach not in masks:
+                    keys = cache.shape[-2] if one_token else x.shape[1]
+                    back = at[:, None, :, None] - torch.arange(keys, device=x.device)
+                    masks[reach] = (back >= 0) & (back < reach)
+            x = block(x, rope, masks.get(reach), None if cache is None else cache[i], positions)
+            depths.append(x)
+        if residuals is not None:
+            residuals[:] = depths
+        return self.norm(x)
+
+    def reaches(self):
+        """How many tokens each layer looks back, itself included."""
+        c = self.config
+        window = min(c.window or c.block_size, c.block_size)
+        return [window if (i + 1) % c.full_every else c.block_size for i in range(c.n_layer)]
+
+    def paths(self, e, h):
+        """What the fusion multiplies (gated) or adds: the state's path and the token's."""
+        match self.config.fusion:
+            case "gated":
+                return self.W_U(h), torch.sigmoid(self.W_G(e))
+            case "add":
+                return self.W_U(h), e
+            case "concat":  # one (2 D -> D) matrix on [h, e] is two on h and e
+                return self.W_U(h), self.W_G(e)
+
+    def fuse(self, e, h):
+        """Equation 4: e_t (x) h_{t-1}, of embeddings e and the states h of the positions before, (.., D) each."""
+        state, token = self.paths(e, h)
+        return state * token if self.config.fusion == "gated" else state + token
+
+    def plain(self, idx):
+        """Where the input is the plain embedding, (B, T): at the first position and after the end of a document."""
+        before = F.pad(idx[:, :-1], (1, 0), value=-1)
+        return (before < 0) | (before == self.config.document_end)
+
+    def feedback(self, h, e, plain):
+        """The inputs (B, T, D) of the pass after the one with states h: jitter, shift, fusion, plain inputs kept."""
+        if self.training and self.config.jitter:
+            h = h + torch.empty_like(h).uniform_(-self.config.jitter, self.config.jitter)
+        shifted = F.pad(h[:, :-1], (0, 0, 1, 0))  # position t gets the state of t - 1
+        return torch.where(plain[..., None], e, self.fuse(e, shifted))
+
+    def iterate(self, idx):
+        """Yield h^(1), h^(2), .. for idx (B, T), without end. Nothing is detached."""
+        (B, T), e, plain = idx.shape, self.embed(idx), self.plain(idx)
+        if self.training and self.config.prefix_mix:
+            plain = plain | (torch.arange(T, device=idx.device) < torch.randint(T, (B, 1), device=idx.device))
+        h = self.stack(e)
+        while True:
+            yield h
+            h = self.stack(self.feedback(h, e, plain))
+
+    def passes(self, idx, k):
+        """[h^(1) .. h^(k)], each (B, T, D), for idx (B, T); equations 10 and 11."""
+        if k < 1:
+            raise UserError(f"{k} passes: expected at least 1")
+        if k > 1:
+            self.need_feedback("a second pass")
+        return list(itertools.islice(self.iterate(idx), k))
+
+    def need_feedback(self, what):
+        if self.W_U is None:
+            raise UserError(f"{what} needs a model trained with feedback, and this one had --mix={self.config.mix}")
+
+    def readout(self, h):
+        """Logits, (.., D) -> (.., V)."""
+        return F.linear(h, self.readout_weight)
+
+    def loss(self, idx, targets, passes=None):
+        """(loss, metrics) for idx and targets (B, T), targets -1 where there is none; all the mix's passes by default.
+
+        Equation 12 with lambda = 1: CE_1 + mean_{k >= 2} CE_k. metrics: ce_k in nats; in evaluation also the mean norms
+        of the fusion's two paths.
+        """
+        k = len(self.config.shares) if passes is None else passes
+        states = self.passes(idx, k)
+        rows = torch.cat(states).flatten(0, 1)  # of all passes in one call: no more logits live than for one
+        given = (targets >= 0).flatten()
+        share = given.to(rows.dtype) / given.sum()
+        scale = torch.cat([share] + [share / (k - 1)] * (k - 1))
+        loss, ce = cross_entropy(rows, self.readout_weight, targets.clamp_min(0).flatten().repeat(k), scale)
+        metrics = {f"ce_{i}": ce_i for i, ce_i in enumerate((ce.view(k, -1) * share).sum(1), 1)}
+        if k > 1 and not self.training:
+            for name, path in zip(("state_path", "token_path"), self.paths(self.embed(idx), states[0])):
+                metrics[name] = path.norm(dim=-1).mean().detach()
+        return loss, metrics
+
+    def flops_per_token(self):
+        """Training FLOPs per token, averaged over the schedule: 6 per weight and pass, 12 D per key attended to."""
+        c = self.config
+        keys = sum(r - r * r / (2 * c.block_size) for r in self.reaches())  # the first r positions see fewer
+        one = sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2) + (2 * keys + c.vocab_size) * c.n_embd
+        more = (1 - c.feedback_from) * sum(k * share for k, share in enumerate(c.shares))  # passes beyond the first
+        fusion = sum(m.weight.numel() for m in (self.W_U, self.W_G) if m is not None)
+        return 6 * (one + more * (one + fusion))
+
+    def load_weights(self, path, tokenizer):
+        """Start from a checkpoint of this architecture with the same tokenizer, W_U and W_G missing or not."""
+        ckpt = train.load_checkpoint(path, "fullbandwidth")
+        there, here = ({name: w.shape for name, w in weights.items() if name not in ("W_U.weight", "W_G.weight")}
+                       for weights in (ckpt["weights"], self.state_dict()))
+        if differing := [name for name in {**there, **here} if there.get(name) != here.get(name)]:
+            raise UserError(f"--init_from={path} is of another architecture or vocabulary: {differing[0]} differs")
+        if ckpt["tokenizer"] != tokenizer.spec:
+            raise UserError(f"--init_from={path} was trained with another tokenizer")
+        self.load_state_dict(ckpt["weights"], strict=False)
+
+    def new_cache(self, B, S):
+        c, like = self.config, self.wte.weight
+        return like.new_zeros(c.n_layer, 2, B, c.n_kv_head, S, c.n_embd // c.n_head)
+
+    @torch.no_grad()
+    def recurrent(self, idx, prefill=1, residuals=None):
+        """Final-normed states (B, T, D) of the sequential recurrence, which is soft decoding with idx (B, T) as tokens:
+        a plain prefill of the first `prefill`, then each position fused with the state before it, with a KV cache.
+        residuals, a list: receives the residual stream of the last call of the stack."""
+        (B, T), e, plain = idx.shape, self.embed(idx), self.plain(idx)[..., None]
+        if prefill < T:
+            self.need_feedback("the recurrence")
+        cache = self.new_cache(B, T)
+        states = [self.stack(e[:, :prefill], cache, residuals=residuals)]
+        for t in range(prefill, T):
+            now = e[:, t:t + 1]
+            x = torch.where(plain[:, t:t + 1], now, self.fuse(now, states[-1][:, -1:]))
+            states.append(self.stack(x, cache[..., :t + 1, :], idx.new_full((B,), t), residuals))
+        return torch.cat(states, dim=1)
+
+    @torch.no_grad()
+    def generate(self, prompts, max_new_tokens, mode="standard", prefill_passes=1, temperature=1.0, top_k=None,
+                 seed=None, stop=()):
+        """The tokens that continue each prompt, as lists, up to the first token of `stop`. temperature 0 is greedy.
+
+        prompts: lists of 1 to block_size tokens. standard: a plain prefill, then token embeddings. soft: a plain
+        prefill, then every generated token is fused with the state that chose it. fused: the prompt gets prefill_passes
+        fused passes more, each one's cache replacing the one before; then as soft.
+        """
+        if mode not in MODES:
+            raise UserError(f"--mode={mode}: no such mode; {train.nearest(mode, MODES)}")
+        if mode != "standard":
+            self.need_feedback(f"--mode={mode}")
+        if not min(map(len, prompts), default=0):
+            raise UserError("an empty prompt: there is nothing to continue")
+        if (T := max(map(len, prompts))) > self.config.block_size:
+            raise UserError(f"a prompt of {T} tokens is longer than the context, {self.config.block_size}: shorten it")
+        device, B = self.wte.weight.device, len(prompts)
+        generator = torch.Generator(device).manual_seed(seed) if seed is not None else None
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        idx = torch.tensor([[*p] + [0] * (T - len(p)) for p in prompts], device=device)  # no token sees the padding
+        cache, e = self.new_cache(B, T + max_new_tokens), self.embed(idx)
+        h = self.stack(e, cache)
+        for _ in range(prefill_passes if mode == "fused" else 0):
+            h = self.stack(self.feedback(h, e, self.plain(idx)), cache)
+        last = torch.arange(B, device=device), lengths - 1
+        h, token, new = h[last][:, None], idx[last][:, None], [[] for _ in prompts]  # (B, 1, D), (B, 1)
+        for n in range(max_new_tokens):
+            if n:
+                x = e = self.embed(token)
+                if mode != "standard":
+                    x = torch.where((before == self.config.document_end)[..., None], e, self.fuse(e, h))
+                h = self.stack(x, cache[..., :T + n, :], lengths + n - 1)
+            before, token = token, sample_token(self.readout(h[:, 0]), temperature, top_k, generator)
+            for row, t in zip(new, token[:, 0].tolist()):
+                if not row or row[-1] not in stop:
+                    row.append(t)
+            if all(row[-1] in stop for row in new):
+                break
+        return new
+
+
+def sample_token(logits, temperature, top_k, generator):
+    """One token per row of logits (B, V), (B, 1)."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:], -math.inf)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training. train.py's Run does the rest: devices, data, optimiser, schedule, evaluation, log, checkpoints.
+
+def sample_passes(config, seed, step, max_steps):
+    """The number of passes of a training step, a pure function of (seed, step): resuming makes the same draws."""
+    if step <= config.feedback_from * max_steps:
+        return 1
+    return 1 + int(np.random.default_rng([seed, step, 1]).choice(len(config.shares), p=config.shares))
+
+
+def train_model(run):
+    model = run.start(FullBandwidthGPT(run.config))
+    if run.config.init_from and run.step == 0:
+        model.load_weights(run.config.init_from, run.data.tokenizer)
+    for step in run.steps():
+        passes = sample_passes(run.config, run.options.seed, step, run.max_steps)
+        for idx, targets in run.batches():
+            with run.autocast():
+                loss, metrics = model.loss(idx, targets, passes)
+            run.backward(loss, metrics)
+        run.update()
+    ces = [f"{run.rows[-1][f'val_ce_{k}']:.3f}" for k in range(1, len(run.config.shares) + 1)]
+    run.say(f"validation loss after each pass: {', '.join(ces)}: see {run.out}/curves.png, then run\n"
+            f"python fullbandwidth.py {run.out}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Diagnostics. `batches` is a list of (idx, targets), each (B, T).
+
+PASSES = (1, 2, 3, 4, 5, 10, 20, 30, 100, 1000)
+
+
+def load_run(path, n=2):
+    """A trained model, its Options, its data and n validation batches, and the passes to look at."""
+    model, options, _ = train.load_model(path, "fullbandwidth", FullBandwidthGPT)
+    device, data = model.wte.weight.device, train.load_data(options, model.config)
+    batches = [tuple(t.to(device) for t in data.batch("val", i)) for i in range(min(n, options.eval_batches))]
+    return model, options, data, batches, PASSES if model.W_U is not None else (1,)
+
+
+@torch.no_grad()
+def token_loss(model, h, targets):
+    """Mean CE in nats of states h (B, T, D)."""
+    given = (targets >= 0).flatten()
+    scale = given.to(h.dtype) / given.sum()
+    return cross_entropy(h.flatten(0, 1), model.readout_weight, targets.clamp_min(0).flatten(), scale)[0]
+
+
+@torch.no_grad()
+def pass_curve(model, batches, ks=PASSES):
+    """(len(ks), 2): for ascending k, CE after pass k, that is after k - 1 prefill passes, and mean ||h^(k) - h^(k-1)||
+    over tokens, h^(0) = 0. It stops only where a pass changes nothing, bit for bit: then no later one does."""
+    def curve(idx, targets):
+        states, rows, k, h, update = model.iterate(idx), [], 0, 0.0, math.inf
+        for last in ks:
+            while k < last and update:
+                before, h, k = h, next(states), k + 1
+                update = (h - before).norm(dim=-1).mean()
+            rows.append(torch.stack([token_loss(model, h, targets), update]))
+        return torch.stack(rows)
+    return sum(curve(*batch) for batch in batches) / len(batches)
+
+
+def feedback_gains(model, idx, steps=16, generator=None):
+    """||J^T v|| at each power-iteration step, (steps, B), at the exact states of idx (B, T), from random unit v.
+
+    J is the Jacobian of h^(k-1) -> h^(k). A position reads only earlier ones, so J is nilpotent: its spectral radius is
+    0, after T steps nothing is left. Contraction or growth shows in the geometric mean over fewer steps.
+    """
+    h, e, plain = model.recurrent(idx).requires_grad_(), model.embed(idx), model.plain(idx)
+    after = model.stack(model.feedback(h, e, plain))
+    v, gains = torch.randn(h.shape, dtype=h.dtype, device=h.device, generator=generator), []
+    for _ in range(steps):
+        v = v / v.flatten(1).norm(dim=1).clamp_min(torch.finfo(v.dtype).tiny)[:, None, None]
+        v, = torch.autograd.grad(after, h, v, retain_graph=True)
+        gains.append(v.flatten(1).norm(dim=1))
+    return torch.stack(gains)
+
+
+@torch.no_grad()
+def zeroed_loss(model, batches):
+    """CE of the second pass with h = 0: what the fusion's token path alone is worth, its shortcut past the state."""
+    def loss(idx, targets):
+        e = model.embed(idx)
+        return token_loss(model, model.stack(model.feedback(torch.zeros_like(e), e, model.plain(idx))), targets)
+    return sum(loss(*batch) for batch in batches).item() / len(batches)
+
+
+@torch.no_grad()
+def drift(model, prompt, mode, n=1000, seed=42):
+    """Of n tokens sampled in mode standard or soft: mean ||h|| in their first and last tenth, share of 4-grams new."""
+    new, = model.generate([prompt], n, mode, seed=seed)
+    idx, tenth = torch.tensor([[*prompt, *new]], device=model.wte.weight.device), max(1, n // 10)
+    h = model.stack(model.embed(idx)) if mode == "standard" else model.recurrent(idx, prefill=len(prompt))
+    norms, grams = h[0, len(prompt):].norm(dim=-1), [tuple(new[i:i + 4]) for i in range(n - 3)]
+    return norms[:tenth].mean().item(), norms[-tenth:].mean().item(), len(set(grams)) / len(grams)
+
+
+def probe(features, labels, groups, folds=4, l2=1.0):
+    """Held-out accuracy of L2-regularised logistic regression of labels (N,), 0 or 1, on features (N, D). Groups are
+    held out whole."""
+    names = sorted(set(groups))
+    fold = torch.tensor([names.index(group) * folds // len(names) for group in groups], device=labels.device)
+    x, y, right = features.double(), labels.double(), 0
+    for i in range(folds):
+        held = fold == i
+        z = (x - x[~held].mean(0)) / x[~held].std(0).clamp_min(1e-6)
+        w = torch.zeros(x.shape[1] + 1, dtype=x.dtype, device=x.device, requires_grad=True)
+        optimizer = torch.optim.LBFGS([w], max_iter=100, line_search_fn="strong_wolfe")
+
+        def closure():
+            optimizer.zero_grad()
+            loss = F.binary_cross_entropy_with_logits(z[~held] @ w[1:] + w[0], y[~held], reduction="sum")
+            loss = loss + l2 / 2 * w[1:].square().sum()
+            loss.backward()
+            return loss
+        optimizer.step(closure)
+        right += ((z[held] @ w[1:] + w[0] > 0) == (y[held] > 0)).sum().item()
+    return right / len(y)
+
+
+def probe_depths(model, idx, labels, groups, recurrent=(0, 1, 2, 4, None)):
+    """State accessibility (section 4.4): probe accuracy at the last token of idx (N, T), (len(recurrent), n_layer + 1),
+    at each depth of the residual stream, 0 the stack's input, after a recurrent prefill of the last so many tokens
+    (None: of all). Readable is not the same as used: a random model's state is readable too."""
+    table, T = [], idx.shape[1]
+    for last in recurrent:
+        residuals = []
+        model.recurrent(idx, 1 if last is None else T - last, residuals)
+        table.append([probe(x[:, -1], labels, groups) for x in residuals])
+    return torch.tensor(table)
+
+
+def diagnose(path):
+    """Print every diagnostic of a trained run on its validation split and draw passes into RUN/diagnostics.png."""
+    model, options, data, batches, ks = load_run(path)
+    print(f"{path}: mix {model.config.mix}, fusion {model.config.fusion}")
+    curve, modes = pass_curve(model, batches, ks).cpu(), MODES if len(ks) > 1 else MODES[:1]
+    print("\npass (prefill passes)       CE   ||h^(k) - h^(k-1)||")
+    for k, (ce, update) in zip(ks, curve.tolist()):
+        print(f"{k:4d} {f'({k - 1})':>16}   {ce:6.4f}   {update:.3e}")
+    if len(ks) > 1:
+        gains = feedback_gains(model, batches[0][0], min(16, model.config.block_size // 2)).log().mean(0).exp()
+        print(f"local contraction rate at the exact states: {gains.mean():.3f}, in the worst row {gains.max():.3f}\n"
+              f"CE of pass 2 with h = 0: {zeroed_loss(model, batches):.4f}")
+    if options.dataset == "running-sum":
+        show_running_sum(model, options)
+    elif options.dataset == "statetrack":
+        show_state_tracking(model, data, modes)
+    else:
+        for mode in modes[:2]:
+            first, last, new = drift(model, batches[0][0][0, :8].tolist(), mode)
+            print(f"1,000 tokens, {mode}: mean ||h|| {first:.2f} in the first tenth, {last:.2f} in the last; "
+                  f"{new:.1%} of the 4-grams are new")
+    figure, axes = train.new_figure(2)
+    draw_passes(axes, ks, curve, "this run")
+    figure.savefig((Path(path) if Path(path).is_dir() else Path(path).parent) / "diagnostics.png", dpi=120)
+
+
+@torch.no_grad()
+def show_running_sum(model, options):
+    """Accuracy on the trained length T and on the T positions behind it, which no window has reached."""
+    T = model.config.block_size
+    idx, targets = train.RunningSumData(options, replace(model.config, block_size=2 * T)).batch("val", 0)
+    idx, targets = idx.to(model.wte.weight.device), targets.to(model.wte.weight.device)
+    states = {f"pass {k}": h for k, h in enumerate(model.passes(idx, len(model.config.shares)), 1)}
+    if model.W_U is not None:
+        states["soft decoding"] = model.recurrent(idx)
+    print(f"\naccuracy at positions    1 .. {T}   {T + 1} .. {2 * T}   (chance {1 / model.config.modulus:.1%})")
+    for name, h in states.items():
+        right = (model.readout(h).argmax(-1) == targets).float()
+        print(f"{name:22} {right[:, :T].mean():9.2%} {right[:, T:].mean():11.2%}")
+
+
+def show_state_tracking(model, data, modes, n=400):
+    """For every task and size that fits: right answers under each decoder, and what probes read at the last token."""
+    prefills = {"standard prefill": 0}
+    if len(modes) > 1:
+        prefills |= {"last 1 recurrent": 1, "last 2 recurrent": 2, "last 4 recurrent": 4, "recurrence": None}
+    print("\nprobes at the last token, by depth from 0, the stack's input (readable is not the same as used)")
+    for task, size in ((task, size) for task, sizes in data.sizes.items() for size in sizes):
+        if data.length(task, size) > data.T:
+            continue
+        texts, labels, groups = zip(*(data.program(task, i, size) for i in range(n)))
+        prompts = [data.tokenizer.encode(text) for text in texts]
+        answers = [[data.tokenizer.ids[data.answers[task][label]]] for label in labels]
+        decoded = {mode: model.generate(prompts, 1, mode, temperature=0) for mode in modes}
+        right = ", ".join(f"{mode} {sum(map(operator.eq, new, answers)) / n:.1%}" for mode, new in decoded.items())
+        print(f"{task}, size {size}; right answers: {right}")
+        idx, labels = (torch.tensor(x, device=model.wte.weight.device) for x in (prompts, labels))
+        for name, row in zip(prefills, probe_depths(model, idx, labels, groups, prefills.values()).tolist()):
+            print(f"  {name:18}" + "".join(f"{value:>8.1%}" for value in row))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sweeps: what the states do when iterated past the training depth.
+
+def draw_passes(axes, ks, curve, label):
+    for axis, values, name in zip(axes, curve.T.tolist(), ("validation loss", "||h^(k) - h^(k-1)||")):
+        axis.plot(ks, values, "o-", label=label)
+        axis.set(xlabel="pass k", ylabel=name, xscale="log")
+    axes[1].set(yscale="symlog")
+    axes[0].legend(fontsize="x-small")
+
+
+def iterate_runs(runs, out):
+    """Print loss and update size over passes, mean and spread over seeds, and the loss with h = 0, for every condition;
+    write passes.csv and passes.png."""
+    rows, (figure, axes) = [], train.new_figure(2)
+    for condition in dict.fromkeys(condition for condition, _ in runs):
+        curves, zeroed = [], []
+        for model, _, _, batches, ks in (load_run(path) for (name, _), path in runs.items() if name == condition):
+            curves.append(pass_curve(model, batches, ks).cpu())
+            zeroed += [zeroed_loss(model, batches)] if len(ks) > 1 else []
+        mean, spread = torch.stack(curves).mean(0), torch.stack(curves).std(0, correction=0)
+        print(f"\n{condition}" + (f"; loss of pass 2 with h = 0: {sum(zeroed) / len(zeroed):.3f}" if zeroed else ""))
+        for k, (loss, update), (loss_std, update_std) in zip(ks, mean.tolist(), spread.tolist()):
+            rows.append({"condition": condition, "seeds": len(curves), "pass": k, "loss": loss, "loss_std": loss_std,
+                         "update": update, "update_std": update_std})
+            print(f"  pass {k:4d}   loss {loss:.4f} +- {loss_std:.4f}   update {update:.2e} +- {update_std:.1e}")
+        draw_passes(axes, ks, mean, condition)
+    train.write_csv(out / "passes.csv", rows)
+    figure.savefig(out / "passes.png", dpi=120)
+    print(f"\nwritten to {out}/passes.csv and passes.png")
+
+
+MIXES = {"75+25": "0.75,0.25", "75+22+3": "0.75,0.22,0.03"}
+WITHOUT = {"depth-scale": dict(depth_scale=False), "input-norm": dict(input_norm=False), "jitter": dict(jitter=0.0),
+           "prefix-mix": dict(prefix_mix=False), "tying": dict(tied=False)}
+WITHOUT["stabiliser"] = {field: value for fields in WITHOUT.values() for field, value in fields.items()}  # none of them
+SWEEPS = {
+    "passes": ({"1": dict(mix="1")} | {name: dict(mix=mix) for name, mix in MIXES.items()}, iterate_runs),
+    "stabilisers": ({f"no-{name}-{mix}": fields | dict(mix=MIXES[mix])
+                     for name, fields in WITHOUT.items() for mix in MIXES}, iterate_runs),
+    "fusion": ({fusion: dict(fusion=fusion) for fusion in ("gated", "add", "concat")}, iterate_runs),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Arguments:
+    prompt: str = ""  # text to continue; without it, the diagnostics are printed
+    mode: Literal["standard", "soft", "fused"] = "standard"  # feed back no state, those of new tokens, the prompt's too
+    prefill_passes: int = 1  # fused passes over the prompt, with --mode=fused
+    max_new_tokens: int = 200  # how many tokens to generate
+    temperature: float = 0.8  # 0: greedy
+    top_k: int = 50  # sample from the k likeliest; 0: from all
+    seed: int = 42  # seed of the sampling
+    stop: str = ""  # end at any of these tokens
+
+    def __post_init__(self):
+        check_at_least(self, 0, "max_new_tokens", "temperature", "top_k")
+        check_at_least(self, 1, "prefill_passes")
+
+
+def main(argv):
+    parser = train.Parser("python fullbandwidth.py RUN [--prompt=TEXT] [--field=value ...]", Arguments)
+    if not argv or argv[0].startswith("-"):
+        return parser.print_help()
+    values = parser.parse(argv[1:])
+    a = Arguments(**values)
+    if "prompt" not in values:
+        return diagnose(argv[0])
+    model, _, tokenizer = train.load_model(argv[0], "fullbandwidth", FullBandwidthGPT)
+    if tokenizer.spec["name"] == "regex" and (missing := tokenizer.missing(a.prompt)):
+        print(f"warning: read as <unk>, since the training text lacks them: {missing}", file=sys.stderr)
+    new, = model.generate([tokenizer.encode(a.prompt)], a.max_new_tokens, a.mode, a.prefill_passes, a.temperature,
+                          a.top_k, a.seed, tokenizer.encode(a.stop))
+    print(a.prompt + tokenizer.decode(new))
+
+
+if __name__ == "__main__":
+    train.command_line(main)

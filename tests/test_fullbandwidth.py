@@ -1,0 +1,569 @@
+"""The claims of arXiv 2608.08888, and fullbandwidth.py against naive references, in float64 where it matters."""
+import contextlib, math, re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import fullbandwidth
+import train
+from fullbandwidth import Config, FullBandwidthGPT
+from train import UserError
+
+
+@pytest.fixture(autouse=True)
+def no_benchmark(monkeypatch):
+    monkeypatch.setattr(train, "matmul_peak", lambda device, dtype: 1e12)  # most of a second in every run
+
+
+def small(dtype=torch.float64, **fields):
+    """A random model in eval mode, and one batch for it."""
+    config = Config(**dict(vocab_size=31, block_size=12, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, mlp_width=24,
+                           window=5, full_every=3, head_gates=True) | fields)
+    model = FullBandwidthGPT(config).to(dtype).eval()
+    for p in model.parameters():
+        if p.ndim == 1:  # gains: anything but 1
+            torch.nn.init.uniform_(p, 0.5, 1.5)
+    idx = torch.randint(0, config.vocab_size, (3, 13))
+    return model, idx[:, :-1], idx[:, 1:]
+
+
+# The naive model, written from the paper for one sequence: one position, one head at a time, nothing shared or cached.
+
+def naive_norm(x, gain):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain
+
+
+def naive_rotate(x, t, theta):
+    half = len(x) // 2
+    turned = torch.view_as_complex(torch.stack([x[:half], x[half:]], -1))
+    turned = turned * torch.polar(torch.ones(half).double(), t * theta ** (-torch.arange(half).double() / half))
+    return torch.cat([turned.real, turned.imag])
+
+
+def naive_stack(w, c, x):
+    """Final-normed states of inputs x (T, D)."""
+    T, hs, group = len(x), c.n_embd // c.n_head, c.n_head // c.n_kv_head
+    x = naive_norm(x, w["norm_in.gain"])
+    for i in range(c.n_layer):
+        g = {name[len(f"blocks.{i}."):]: p for name, p in w.items() if name.startswith(f"blocks.{i}.")}
+        a = naive_norm(x, g["norm1.gain"])
+        q, k, v = (a @ g["attn.qkv.weight"].T).split([c.n_embd, c.n_kv_head * hs, c.n_kv_head * hs], -1)
+        reach = c.window if c.window and (i + 1) % c.full_every else c.block_size
+        rows = []
+        for t in range(T):
+            heads = []
+            for n in range(c.n_head):
+                head = lambda z, m, s, gain: naive_rotate(naive_norm(z[s, m * hs:][:hs], gain), s, c.rope_theta)
+                seen = range(max(0, t - reach + 1), t + 1)
+                keys = torch.stack([head(k, n // group, s, g["attn.k_norm.gain"]) for s in seen])
+                values = v[seen[0]:t + 1, n // group * hs:][:, :hs]
+                y = (keys @ head(q, n, t, g["attn.q_norm.gain"]) / math.sqrt(hs)).softmax(0) @ values
+                heads.append(y * torch.sigmoid(a[t] @ g["attn.gate.weight"][n]))
+            rows.append(torch.cat(heads))
+        x = x + naive_norm(torch.stack(rows) @ g["attn.out.weight"].T, g["norm2.gain"]) / math.sqrt(2 * c.n_layer)
+        gate, up = (naive_norm(x, g["norm3.gain"]) @ g["mlp.gate_up.weight"].T).chunk(2, -1)
+        y = gate * torch.sigmoid(gate) * up @ g["mlp.down.weight"].T
+        x = x + naive_norm(y, g["norm4.gain"]) / math.sqrt(2 * c.n_layer)
+    return naive_norm(x, w["norm.gain"])
+
+
+def naive_embed(w, idx):
+    return naive_norm(w["wte.weight"][idx], w["norm_in.gain"])
+
+
+def naive_fuse(w, e, h):
+    """Equation 4."""
+    return (w["W_U.weight"] @ h) * torch.sigmoid(w["W_G.weight"] @ e)
+
+
+def naive_passes(w, c, idx, k):
+    """Equations 10 and 11 for one sequence (T,)."""
+    e = naive_embed(w, idx)
+    states = [naive_stack(w, c, e)]
+    for _ in range(k - 1):
+        fused = [naive_fuse(w, e[t], states[-1][t - 1]) for t in range(1, len(idx))]
+        states.append(naive_stack(w, c, torch.stack([e[0], *fused])))
+    return states
+
+
+def naive_recurrence(w, c, idx, prefill=1):
+    """One position after another, each fused with the state of the one before; the first `prefill` are plain."""
+    e = naive_embed(w, idx)
+    inputs = list(e[:prefill])
+    for t in range(prefill, len(idx)):
+        inputs.append(naive_fuse(w, e[t], naive_stack(w, c, torch.stack(inputs))[-1]))
+    return naive_stack(w, c, torch.stack(inputs))
+
+
+# Passes and the loss
+
+def test_passes_equal_the_naive_model():
+    model, idx, _ = small()
+    w = model.state_dict()
+    for row in range(2):
+        for ours, naive in zip(model.passes(idx, 3), naive_passes(w, model.config, idx[row], 3), strict=True):
+            torch.testing.assert_close(ours[row], naive, rtol=1e-10, atol=1e-10)
+
+
+def test_pass_k_is_the_sequential_recurrence_at_every_position_up_to_k():
+    model, idx, _ = small()
+    exact = naive_recurrence(model.state_dict(), model.config, idx[0])
+    for k, h in enumerate(model.passes(idx, 12), 1):
+        torch.testing.assert_close(h[0, :k], exact[:k], rtol=1e-10, atol=1e-10)
+        if k < 12:
+            assert (h[0, k] - exact[k]).abs().max() > 1e-6  # and not before
+
+
+def test_fusion_is_equation_4():
+    model, *_ = small()
+    e, h = torch.randn(2, 32).double()
+    torch.testing.assert_close(model.fuse(e, h), model.W_U.weight @ h / (1 + torch.exp(-model.W_G.weight @ e)))
+    assert not model.fuse(e, torch.zeros_like(h)).any()  # dropping the state drops the input: it cannot be ignored
+
+
+def test_the_other_fusions_leave_the_token_when_the_state_is_dropped():
+    for fusion in ("add", "concat"):
+        model, *_ = small(fusion=fusion)
+        e, h = torch.randn(2, 32).double()
+        dropped = model.fuse(e, torch.zeros_like(h))
+        torch.testing.assert_close(model.fuse(e, h) - dropped, model.W_U.weight @ h)
+        torch.testing.assert_close(dropped, e if fusion == "add" else model.W_G.weight @ e)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_loss_is_equation_12_and_its_gradients_run_through_every_pass(passes, monkeypatch):
+    monkeypatch.setitem(train.CHUNK, "cpu", 31 * 7)  # several chunks, the last one short
+    model, idx, targets = small(block_size=6)
+    idx, targets = idx[:2, :6], targets[:2, :6].clone()
+    targets[0, 2] = -1
+    model.train()
+    model.config.jitter, model.config.prefix_mix = 0.0, False
+    w = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    states = [naive_passes(w, model.config, row, passes) for row in idx]
+    ces = []
+    for k in range(passes):
+        log_p = (torch.stack([s[k] for s in states]) @ w["wte.weight"].T).log_softmax(-1)
+        ces.append(-log_p.gather(-1, targets.clamp_min(0)[..., None])[targets >= 0].mean())
+    expected = ces[0] + (sum(ces[1:]) / (passes - 1) if passes > 1 else 0)
+    loss, metrics = model.loss(idx, targets, passes)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(torch.stack(list(metrics.values())), torch.stack(ces).detach())
+    loss.backward()
+    expected.backward()
+    for name, p in model.named_parameters():
+        if passes == 1 and name in ("W_U.weight", "W_G.weight"):
+            assert p.grad is None
+        else:
+            torch.testing.assert_close(p.grad, w[name].grad, rtol=1e-8, atol=1e-10, msg=name)
+
+
+def test_feedback_does_not_cross_document_boundaries():
+    model, idx, _ = small(document_end=30)
+    idx = idx % 30
+    idx[:, 5] = 30  # the second document begins at position 6
+    h, e = model.passes(idx, 1)[0].detach().requires_grad_(), model.embed(idx)
+    x = model.feedback(h, e, model.plain(idx))
+    assert (x == e).all(-1).sum(0).tolist() == [3 if t in (0, 6) else 0 for t in range(12)]  # of 3 rows
+    x[:, 6].sum().backward()
+    assert not h.grad.any()
+
+
+def test_prefix_mix_in_restores_the_first_pass_inputs_and_jitter_is_bounded():
+    model, idx, _ = small(jitter=0.02)
+    model.train()
+    seen = []
+    model.stack, stack = lambda x: seen.append(x) or stack(x), model.stack
+    for _ in range(20):
+        model.passes(idx, 2)
+    cuts = set()
+    for first, second in zip(seen[::2], seen[1::2]):
+        same = (first == second).all(-1)  # (B, T)
+        assert same[:, 0].all() and (same[:, 1:] <= same[:, :-1]).all()  # a prefix
+        cuts |= set(same.sum(1).tolist())
+    assert len(cuts) > 6
+    model.config.prefix_mix = False
+    h, e, plain = torch.randn(3, 12, 32).double(), model.embed(idx), model.plain(idx)
+    noisy = model.feedback(h, e, plain)
+    model.eval()
+    exact = model.feedback(h, e, plain)
+    assert 0 < (noisy - exact).abs().max() <= 0.02 * model.W_U.weight.abs().sum(1).max()
+
+
+def test_depth_scaling_keeps_the_top_state_of_order_one_as_layers_grow():
+    for depth_scale in (True, False):
+        sizes = []
+        for n_layer in (4, 32):
+            model, idx, _ = small(torch.float32, n_layer=n_layer, depth_scale=depth_scale)
+            for p in model.parameters():
+                if p.ndim == 1:
+                    torch.nn.init.ones_(p)
+            residuals = []
+            model.stack(model.embed(idx), residuals=residuals)
+            assert len(residuals) == n_layer + 1
+            sizes.append(residuals[-1].square().mean().sqrt().item())
+        assert (sizes[1] < 1.5 * sizes[0]) == depth_scale
+
+
+# Sizes, memory, cost
+
+def test_presets_have_the_parameters_they_name():
+    counts = {}
+    for preset, fields in fullbandwidth.PRESETS.items():
+        with torch.device("meta"):
+            config, = train.split_fields(fields, Config)
+            counts[preset] = sum(p.numel() for p in FullBandwidthGPT(Config(**config)).parameters())
+    # 1b by hand: qkv 16 + 2 * 8 heads of 96, output, gates, the MLP's matrices, gains; embeddings; W_U, W_G, gains
+    block = 32 * 96 * 1536 + 1536**2 + 16 * 1536 + 3 * 6656 * 1536 + 4 * 1536 + 2 * 96
+    assert counts["1b"] == 24 * block + 100_352 * 1536 + 2 * 1536**2 + 2 * 1536
+    assert round(counts["124m"] / 1e6) == 125 and round(counts["1b"] / 1e9, 2) == 1.07
+
+
+def test_flops_are_those_that_torch_counts():
+    model, idx, targets = small(torch.float32, n_embd=96, mlp_width=200, window=0, mix="0,1", feedback_from=0.0)
+    model.train()
+    with FlopCounterMode(display=False) as counter:
+        model.loss(idx, targets, 2)[0].backward()
+    # torch counts all T^2 of attention, and 5 instead of 4 products in its backward; T << D keeps that below 5%
+    assert counter.get_total_flops() == pytest.approx(model.flops_per_token() * idx.numel(), rel=0.05)
+
+
+def test_three_passes_keep_no_more_logits_than_one():
+    model, idx, targets = small(vocab_size=5000)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        model.loss(idx, targets, 3)
+    assert max(kept) == model.wte.weight.numel() < targets.numel() * 5000
+
+
+def test_bfloat16_loss_is_close_to_float32():
+    model, idx, targets = small(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = model.loss(idx, targets)[0]
+    assert low.item() == pytest.approx(model.loss(idx, targets)[0].item(), rel=2e-2)  # 8 bits of mantissa
+
+
+# The schedule, and starting from a standard model
+
+def test_pass_counts_follow_the_schedule_and_depend_on_seed_and_step_only():
+    config = Config(mix="0.75,0.22,0.03", feedback_from=0.25)
+    draws = [fullbandwidth.sample_passes(config, 7, step, 20_000) for step in range(1, 20_001)]
+    assert set(draws[:5000]) == {1}
+    for k, share in enumerate(config.shares, 1):
+        assert draws[5000:].count(k) / 15_000 == pytest.approx(share, abs=0.01)
+    torch.manual_seed(1)
+    assert draws[9000:9100] == [fullbandwidth.sample_passes(config, 7, step, 20_000) for step in range(9001, 9101)]
+    assert draws[9000:9100] != [fullbandwidth.sample_passes(config, 8, step, 20_000) for step in range(9001, 9101)]
+
+
+@pytest.mark.parametrize("fields, message", [
+    (dict(mix="0.5,0.4"), "sum to 1"), (dict(mix="1.5,-0.5"), "sum to 1"), (dict(mix="most"), "sum to 1"),
+    (dict(mix="1,0"), "the last above 0"), (dict(window=-1), "window"),
+    (dict(n_embd=100, n_head=8), "not --n_head=8 times an even width"), (dict(n_kv_head=3), "--n_kv_head=3"),
+    (dict(feedback_from=1.0), "feedback_from"), (dict(modulus=1), "modulus"), (dict(jitter=-1.0), "jitter")])
+def test_impossible_configs_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        Config(**fields)
+
+
+def test_passes_that_cannot_be_are_refused():
+    model, idx, targets = small()
+    with pytest.raises(UserError, match="0 passes: expected at least 1"):
+        model.passes(idx, 0)
+    with pytest.raises(UserError, match="trained with feedback"):
+        small(mix="1")[0].passes(idx, 2)
+
+
+# Decoding
+
+def naive_generate(model, prompts, n, mode, prefill_passes=1, temperature=1.0, top_k=None, seed=None):
+    """No cache, no padding: for every token, every row is run again from its start, with the inputs that it has had."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs, rows = [], [list(p) for p in prompts]
+    for p in prompts:
+        idx = torch.tensor([p])
+        e = x = model.embed(idx)
+        for _ in range(prefill_passes if mode == "fused" else 0):
+            x = torch.cat([e[:, :1], model.fuse(e[:, 1:], model.stack(x)[:, :-1])], 1)
+        inputs.append(x)
+    for _ in range(n):
+        h = torch.cat([model.stack(x)[:, -1] for x in inputs])
+        logits = h @ model.wte.weight.T
+        if top_k:
+            least = logits.sort(-1, descending=True).values[:, top_k - 1:top_k]
+            logits = torch.where(logits >= least, logits, -math.inf)
+        tokens = logits.argmax(-1) if temperature == 0 else torch.multinomial(
+            (logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+        for i, token in enumerate(tokens):
+            e = model.embed(token[None, None])
+            inputs[i] = torch.cat([inputs[i], e if mode == "standard" else model.fuse(e, h[i:i + 1, None])], 1)
+            rows[i].append(token.item())
+    return [row[len(p):] for row, p in zip(rows, prompts)]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.05])
+@pytest.mark.parametrize("mode, prefill_passes", [("standard", 1), ("soft", 1), ("fused", 1), ("fused", 3)])
+def test_cached_decoding_of_a_batch_equals_naive_decoding_past_the_context(mode, prefill_passes, temperature):
+    model, idx, _ = small()
+    prompts = [idx[0, :5].tolist(), idx[1].tolist(), idx[2, :1].tolist()]
+    options = dict(prefill_passes=prefill_passes, temperature=temperature, top_k=20, seed=1)
+    with torch.no_grad():
+        expected = naive_generate(model, prompts, 20, mode, **options)
+    assert model.generate(prompts, 20, mode, **options) == expected
+
+
+def test_the_three_modes_differ_and_seeds_repeat():
+    model, idx, _ = small()
+    prompts = idx.tolist()
+    outputs = [model.generate(prompts, 20, mode, temperature=0.05, seed=seed)
+               for mode in fullbandwidth.MODES for seed in (1, 2, 1)]
+    assert all(outputs[i] == outputs[i + 2] != outputs[i + 1] for i in (0, 3, 6))
+    assert len({str(output) for output in outputs}) == 6
+
+
+def test_soft_decoding_with_given_tokens_is_the_sequential_recurrence():
+    model, idx, _ = small()
+    h = model.recurrent(idx)
+    torch.testing.assert_close(h[0], naive_recurrence(model.state_dict(), model.config, idx[0]), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(h, model.passes(idx, 12)[-1], rtol=1e-10, atol=1e-10)
+    new = model.generate(idx[:, :4].tolist(), 8, "soft", temperature=0)
+    h = model.recurrent(torch.cat([idx[:, :4], torch.tensor(new)], 1), prefill=4)
+    assert torch.equal(model.readout(h[:, 3:-1]).argmax(-1), torch.tensor(new))
+
+
+def test_a_generated_document_starts_plain():
+    model, idx, _ = small(document_end=30, window=0)
+    prompts = [[1, 2, 30], [30, 4, 5]]
+    for mode in ("soft", "fused"):
+        new = model.generate(prompts, 9, mode, prefill_passes=2, temperature=0.05, seed=1)  # two are exact for 3 tokens
+        idx = torch.cat([torch.tensor(prompts), torch.tensor(new)], 1)
+        with torch.no_grad():  # by the Jacobi iteration, fused over the whole text or from the end of the prompt on
+            e, h, plain = model.embed(idx), model.passes(idx, 1)[0], model.plain(idx)
+            if mode == "soft":
+                plain[:, :3] = True
+            for _ in range(12):
+                h = model.stack(model.feedback(h, e, plain))
+        generator = torch.Generator().manual_seed(1)
+        for t in range(9):
+            token = fullbandwidth.sample_token(model.readout(h[:, 2 + t]), 0.05, None, generator)
+            assert token[:, 0].tolist() == [row[t] for row in new]
+
+
+def test_rows_end_with_their_first_stop_token():
+    model, idx, _ = small()
+    prompts = idx[:, :3].tolist()
+    free = model.generate(prompts, 30, "soft", seed=3)
+    stop = [free[0][4], free[1][7]]
+    for row, stopped in zip(free, model.generate(prompts, 30, "soft", seed=3, stop=stop), strict=True):
+        end = next((i for i, t in enumerate(row) if t in stop), 29)
+        assert stopped == row[:end + 1]
+    assert model.generate(prompts, 0) == [[], [], []]
+
+
+@pytest.mark.parametrize("fields, prompt, mode, message", [
+    ({}, [1], "sotf", "did you mean soft"), ({}, [], "soft", "an empty prompt"),
+    ({}, [1] * 13, "fused", "13 tokens is longer than the context, 12"),
+    (dict(mix="1"), [1], "soft", "--mode=soft needs a model trained with feedback"),
+    (dict(mix="1"), [1], "fused", "--mode=fused needs a model trained with feedback")])
+def test_prompts_and_modes_that_cannot_be_are_refused(fields, prompt, mode, message):
+    with pytest.raises(UserError, match=message):
+        small(**fields)[0].generate([prompt], 3, mode)
+
+
+# Diagnostics
+
+def test_pass_curve_measures_losses_and_updates_and_knows_a_fixed_point():
+    model, idx, targets = small()
+    curve = fullbandwidth.pass_curve(model, [(idx, targets)], (1, 2, 3, 12, 1000))
+    with torch.no_grad():
+        states = model.passes(idx, 13)
+        ces = model.loss(idx, targets, 3)[1]
+    torch.testing.assert_close(curve[:3, 0], torch.stack([ces[f"ce_{k}"] for k in (1, 2, 3)]))
+    torch.testing.assert_close(curve[2, 1], (states[2] - states[1]).norm(dim=-1).mean())
+    assert torch.equal(states[12], states[11])  # T passes are exact, so later ones change nothing
+    assert curve[4, 0] == curve[3, 0] and curve[4, 1] == 0
+
+
+def test_feedback_gains_are_those_of_the_jacobian_which_is_nilpotent():
+    model, idx, _ = small(n_embd=8, n_head=2, n_layer=1, block_size=5)
+    idx = idx[:1, :5]
+    h, e, plain = model.recurrent(idx), model.embed(idx), model.plain(idx)
+    J = torch.autograd.functional.jacobian(lambda h: model.stack(model.feedback(h, e, plain)), h).reshape(40, 40)
+    power = torch.linalg.matrix_power
+    assert power(J, 4).norm() > 1e-9 and power(J, 5).norm() < 1e-12
+    gains = fullbandwidth.feedback_gains(model, idx, 5, torch.Generator().manual_seed(1))[:, 0]
+    v = torch.randn(1, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).flatten()
+    norms = torch.stack([(power(J.T, n) @ v).norm() for n in range(5)])
+    torch.testing.assert_close(gains[:4], norms[1:] / norms[:-1])
+    assert gains[4] == 0
+
+
+def test_probe_finds_what_is_linear_and_learns_no_group_by_heart():
+    groups = [str(i // 4) for i in range(200)]
+    labels = torch.tensor([i // 4 % 2 for i in range(200)])
+    labels = labels[torch.randperm(50) * 4].repeat_interleave(4)  # a label for each group, at random
+    identity = F.one_hot(torch.tensor([int(g) for g in groups])).double()
+    assert fullbandwidth.probe(identity, labels, groups) < 0.7  # a group's name says nothing about other groups
+    assert fullbandwidth.probe(identity, labels, torch.randperm(200).tolist()) > 0.95  # every row a group of its own
+    features = torch.randn(200, 8).double()
+    features[:, 3] += 6 * labels
+    assert fullbandwidth.probe(features, labels, groups) > 0.95
+
+
+def test_recurrent_prefill_hands_the_last_token_a_state_that_standard_prefill_keeps_from_it():
+    data = train.StateTrackData(train.Options(), Config())
+    model, *_ = small(torch.float32, vocab_size=data.vocab_size, block_size=102, window=0)
+    texts, labels, groups = zip(*(data.program("memory", i, 0) for i in range(64)))
+    idx = torch.tensor([data.tokenizer.encode(text) for text in texts])
+    table = fullbandwidth.probe_depths(model, idx, torch.tensor(labels), groups, (0, 1, None))
+    assert table.shape == (3, 4)
+    assert abs(table[0, 0] - 0.5) < 0.01  # the input at the last token is the same for every program
+    for last, differs in ((0, False), (1, True), (idx.shape[1] - 1, True)):
+        residuals = []
+        model.recurrent(idx[:2], idx.shape[1] - last, residuals)
+        assert (residuals[0][0, -1] - residuals[0][1, -1]).abs().max().gt(0) == differs
+
+
+# The tasks
+
+def test_running_sums_are_right_at_every_position_for_any_modulus_and_length():
+    for modulus, length in ((2, 5), (3, 33), (40, 64)):
+        options = train.Options(dataset="running-sum", batch_size=4)
+        data = train.load_data(options, Config(modulus=modulus, block_size=length))
+        idx, targets = data.batch("train", 3)
+        assert idx.shape == targets.shape == (4, length) and data.vocab_size == modulus
+        for row, answers in zip(idx.tolist(), targets.tolist()):
+            assert set(row) <= {0, 1}
+            assert answers == [sum(row[:t + 1]) % modulus for t in range(length)]
+        assert torch.equal(torch.cat([data.batch("train", 3, rank, 2)[0] for rank in (0, 1)]), idx[[0, 2, 1, 3]])
+        assert not torch.equal(data.batch("train", 4)[0], idx)
+
+
+def execute(text):
+    """What a statetrack program answers."""
+    state = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(" = ")
+        if line.startswith("scratch "):
+            continue
+        if line == "Status:":
+            return " done" if state["required"] == state["completed"] else " more"
+        if line == "# final state:":
+            return {"0": " zero", "1": " one"}[state["state"]]
+        if line == "Value:":
+            return f" {state[state['query']]}"
+        state[name] = value
+
+
+def test_statetrack_answers_are_what_the_programs_compute():
+    data = train.load_data(train.Options(dataset="statetrack", batch_size=60), Config(block_size=150))
+    idx, targets = data.batch("train", 0)
+    questions = set()
+    for row, answer in zip(idx, targets):
+        at, = (answer >= 0).nonzero()[:, 0]
+        text = data.tokenizer.decode(row[:at + 1].tolist())
+        assert data.tokenizer.decode([answer[at].item()]) == execute(text) and not row[at + 1:].any()
+        questions.add((text.splitlines()[-1], text.count("scratch += 0")))
+    assert questions >= {("Status:", 0), ("Status:", 32), ("# final state:", 8), ("Value:", 8)}
+
+
+def test_statetrack_programs_are_balanced_and_share_a_length_within_a_group():
+    data = train.StateTrackData(train.Options(), Config())
+    for task, sizes in data.sizes.items():
+        for size in sizes:
+            programs = [data.program(task, i, size) for i in range(400)]
+            assert {len(data.tokenizer.encode(text)) for text, *_ in programs} == {data.length(task, size)}
+            labels = [label for _, label, _ in programs]
+            assert labels.count(1) == 200 if task != "registers" else 160 < labels.count(1) < 240
+            if task == "completion":  # (a, a), (a, b), (b, a), (b, b)
+                assert labels[:4] == [1, 0, 0, 1] and len({group for *_, group in programs[:4]}) == 1
+    for size, writes in ((1, 16), (8, 64)):
+        text, *_ = data.program("registers", 5, size, writes)
+        assert [text.count(f"r{i} = ") for i in range(size)] == [writes // size] * size
+
+
+def test_other_models_are_told_whose_task_it_is():
+    import looped_gpt
+    for dataset in ("running-sum", "statetrack"):
+        with pytest.raises(UserError, match="is a task of fullbandwidth"):
+            train.load_data(train.Options(dataset=dataset), looped_gpt.Config())
+
+
+# With the driver
+
+TINY = ["--n_layer=1", "--n_head=1", "--n_kv_head=1", "--n_embd=16", "--mlp_width=16", "--block_size=16",
+        "--batch_size=4", "--eval_batches=1", "--max_steps=8", "--eval_interval=4", "--log_interval=1", "--device=cpu",
+        "--compile=off", "--optimizer=adamw", "--dataset=running-sum", "--overwrite"]
+
+
+def test_a_standard_checkpoint_lacks_the_two_new_matrices_only_and_one_pass_stays_what_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "three.txt").write_text("abc" * 300)
+    train.main(["fullbandwidth", *TINY, "--mix=1", f"--out_dir={tmp_path}/old"])
+    train.main(["fullbandwidth", *TINY, f"--init_from={tmp_path}/old", "--lr=0", f"--out_dir={tmp_path}/new"])
+    old, new = (train.load_model(tmp_path / name, "fullbandwidth", FullBandwidthGPT)[0] for name in ("old", "new"))
+    assert new.state_dict().keys() - old.state_dict().keys() == {"W_U.weight", "W_G.weight"}
+    idx = torch.randint(0, 3, (4, 16))
+    assert torch.equal(old.passes(idx, 1)[0], new.passes(idx, 3)[0])
+    for argv, message in ((["--n_layer=2"], "blocks.1.* differs"), (["--mlp_width=8"], "mlp.gate_up.weight differs"),
+                          (["--modulus=5"], "wte.weight differs"), (["--init_from=nowhere"], "no such checkpoint"),
+                          (["--dataset=three.txt", f"--data_dir={tmp_path}"], "another tokenizer")):
+        with pytest.raises(UserError, match=message):
+            train.main(["fullbandwidth", *TINY, f"--init_from={tmp_path}/old", f"--out_dir={tmp_path}/bad", *argv])
+
+
+def test_resuming_makes_the_same_draws(tmp_path):
+    arguments = ["fullbandwidth", *TINY, "--feedback_from=0", "--mix=0.4,0.3,0.3"]
+    train.main([*arguments, f"--out_dir={tmp_path}/whole"])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        update = train.Run.update
+        patch.setattr(train.Run, "update", lambda run: (update(run), run.step == 3 and run.ask(2)))
+        train.main([*arguments, f"--out_dir={tmp_path}/stopped"])
+    train.main(["fullbandwidth", f"--out_dir={tmp_path}/stopped", "--resume"])
+    whole, resumed = (train.read_csv(tmp_path / name / "log.csv") for name in ("whole", "stopped"))
+    assert [r.get("train_loss") for r in whole] == [r.get("train_loss") for r in resumed]
+    assert len({"ce_2" in r for r in whole[1:]}) == len({"ce_3" in r for r in whole[1:]}) == 2
+
+
+# The command line
+
+def test_help_lists_every_field_with_its_meaning(capsys):
+    for main, argv, cls in ((train.main, ["fullbandwidth", "--help"], Config),
+                            (fullbandwidth.main, ["--help"], fullbandwidth.Arguments)):
+        with contextlib.suppress(SystemExit):
+            main(argv)
+        text = " ".join(capsys.readouterr().out.split())
+        for name in cls.__dataclass_fields__:
+            assert re.search(rf"--{name}[ ,].{{0,80}}\w+.*?\[", text), name
+
+
+def test_every_diagnostic_and_every_mode_of_a_trained_run(tmp_path, capsys):
+    out = tmp_path / "run"
+    train.main(["fullbandwidth", *TINY, "--feedback_from=0", f"--out_dir={out}"])
+    capsys.readouterr()
+    fullbandwidth.main([str(out)])
+    text = capsys.readouterr().out
+    assert "pass (prefill passes)" in text and "contraction rate" in text and "soft decoding" in text
+    assert (out / "diagnostics.png").exists()
+    texts = []
+    for mode in fullbandwidth.MODES:
+        fullbandwidth.main([str(out), "--prompt=0110", f"--mode={mode}", "--max_new_tokens=40", "--stop=2"])
+        texts.append(capsys.readouterr().out.strip())
+    assert all(re.fullmatch("0110([01]{40}|[01]*2)", text) for text in texts)
+    for argv, message in ((["--prompt="], "an empty prompt"), (["--prompt=01", "--mode=sotf"], "invalid choice"),
+                          (["--prompt=abc"], "not in the vocabulary"), ([f"--prompt={'0' * 17}"], "longer than"),
+                          (["--prompt=0", "--prefill_passes=0"], "prefill_passes")):
+        with pytest.raises(UserError, match=message):
+            fullbandwidth.main([str(out), *argv])
+
+
+def test_a_sweep_reports_losses_and_updates_over_passes(tmp_path, monkeypatch):
+    conditions, report = fullbandwidth.SWEEPS["passes"]
+    few = {name: conditions[name] for name in ("1", "75+22+3")}
+    monkeypatch.setitem(fullbandwidth.SWEEPS, "passes", (few, report))
+    train.main(["fullbandwidth", *TINY[:-1], "--max_steps=2", "--sweep=passes", "--seeds=1,2", f"--out_dir={tmp_path}"])
+    rows = train.read_csv(tmp_path / "passes.csv")
+    assert [(r["condition"], r["pass"]) for r in rows] == [(1, 1), *(("75+22+3", k) for k in fullbandwidth.PASSES)]
+    assert all(r["seeds"] == 2 and math.isfinite(r["loss"] + r["update"]) for r in rows)
+    assert (tmp_path / "passes.png").exists()
