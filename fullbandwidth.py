@@ -410,9 +410,10 @@ def train_model(run):
                 loss, metrics = model.loss(idx, targets, passes)
             run.backward(loss, metrics)
         run.update()
-    ces = [f"{run.rows[-1][f'val_ce_{k}']:.3f}" for k in range(1, len(run.config.shares) + 1)]
-    run.say(f"validation loss after each pass: {', '.join(ces)}: see {run.out}/curves.png, then run\n"
-            f"python fullbandwidth.py {run.out}")
+    for last in [row for row in run.rows if "val_loss" in row][-1:]:
+        ces = [f"{last[f'val_ce_{k}']:.3f}" for k in range(1, len(run.config.shares) + 1)]
+        run.say(f"validation loss after each pass: {', '.join(ces)}: see {run.out}/curves.png, then run\n"
+                f"python fullbandwidth.py {run.out}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -423,9 +424,8 @@ PASSES = (1, 2, 3, 4, 5, 10, 20, 30, 100, 1000)
 
 def load_run(path, n=2):
     """A trained model, its Options, its data and n validation batches, and the passes to look at."""
-    model, options, _ = train.load_model(path, "fullbandwidth", FullBandwidthGPT)
-    device, data = model.wte.weight.device, train.load_data(options, model.config)
-    batches = [tuple(t.to(device) for t in data.batch("val", i)) for i in range(min(n, options.eval_batches))]
+    model, options, tokenizer = train.load_model(path, "fullbandwidth", FullBandwidthGPT)
+    data, batches = train.validation_batches(options, tokenizer, model, min(n, options.eval_batches))
     return model, options, data, batches, PASSES if model.W_U is not None else (1,)
 
 
@@ -647,13 +647,11 @@ class Arguments:
 
 def main(argv):
     parser = train.Parser("python fullbandwidth.py RUN [--prompt=TEXT] [--field=value ...]", Arguments)
-    if not argv or argv[0].startswith("-"):
-        return parser.print_help()
-    values = parser.parse(argv[1:])
+    path, values = parser.parse_run(argv)
     a = Arguments(**values)
     if "prompt" not in values:
-        return diagnose(argv[0])
-    model, _, tokenizer = train.load_model(argv[0], "fullbandwidth", FullBandwidthGPT)
+        return diagnose(path)
+    model, _, tokenizer = train.load_model(path, "fullbandwidth", FullBandwidthGPT)
     if tokenizer.spec["name"] == "regex" and (missing := tokenizer.missing(a.prompt)):
         print(f"warning: read as <unk>, since the training text lacks them: {missing}", file=sys.stderr)
     new, = model.generate([tokenizer.encode(a.prompt)], a.max_new_tokens, a.mode, a.prefill_passes, a.temperature,

@@ -430,10 +430,7 @@ def halting(model, batches, threshold):
 def diagnose(path):
     """Print every diagnostic of a trained run on its validation split and draw them into RUN/diagnostics.png."""
     model, options, tokenizer = train.load_model(path, "looped_gpt", LoopedGPT)
-    device, data = model.wte.weight.device, train.load_data(options, model.config)
-    if data.tokenizer.spec != tokenizer.spec:
-        raise UserError(f"{options.dataset} now has another vocabulary than {path} was trained with: put the text back")
-    batches = [tuple(t.to(device) for t in data.batch("val", i)) for i in range(options.eval_batches)]
+    _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
     c, ce = model.config, loss_per_loop(model, batches)
     print(f"{path}: readout {c.readout}, supervision {c.supervision}, norm penalty {c.norm_penalty}, K = {c.num_loops}")
     radial = radial_gradient_fraction(model, batches)
@@ -554,14 +551,11 @@ class Arguments:
 
 def main(argv):
     parser = train.Parser("python looped_gpt.py RUN [--prompt=TEXT] [--field=value ...]", Arguments)
-    if not argv or argv[0] in ("-h", "--help"):
-        return parser.print_help()
-    if argv[0].startswith("-"):
-        raise UserError(f"{argv[0]}: name the run first, as in python looped_gpt.py out/looped_gpt-tiny {argv[0]}")
-    arguments = Arguments(**parser.parse(argv[1:]))
+    path, values = parser.parse_run(argv)
+    arguments = Arguments(**values)
     if arguments.prompt is None:
-        return diagnose(argv[0])
-    model, _, tokenizer = train.load_model(argv[0], "looped_gpt", LoopedGPT)
+        return diagnose(path)
+    model, _, tokenizer = train.load_model(path, "looped_gpt", LoopedGPT)
     if tokenizer.spec["name"] == "regex" and (missing := tokenizer.missing(arguments.prompt)):
         print(f"warning: read as <unk>, since the training text lacks them: {missing}", file=sys.stderr)
     idx = torch.tensor([tokenizer.encode(arguments.prompt)], device=model.wte.weight.device)

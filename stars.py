@@ -367,9 +367,9 @@ def train_model(run):
                 loss, metrics = model.loss(idx, targets)
             run.backward(loss, metrics)
         run.update()
-    last = run.rows[-1]
-    run.say(f"{last['val_exact']:.2%} of the held-out sums exactly right at {run.config.num_loops} loops: see "
-            f"{run.out}/curves.png, then run\npython stars.py {run.out}")
+    for last in [row for row in run.rows if "val_exact" in row][-1:]:
+        run.say(f"{last['val_exact']:.2%} of the held-out sums exactly right at {run.config.num_loops} loops: see "
+                f"{run.out}/curves.png, then run\npython stars.py {run.out}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -608,13 +608,12 @@ class Arguments:
 
 def main(argv):
     parser = train.Parser("python stars.py RUN [--ask=1750+4733] [--field=value ...]", Arguments)
-    if not argv or argv[0].startswith("-"):
-        return parser.print_help()
-    arguments = Arguments(**parser.parse(argv[1:]))
+    path, values = parser.parse_run(argv)
+    arguments = Arguments(**values)
     loops = [int(t) for t in arguments.loops.split(",")]
     if arguments.ask:
-        return ask(argv[0], arguments.ask, loops)
-    diagnose(argv[0], loops, arguments.sums)
+        return ask(path, arguments.ask, loops)
+    diagnose(path, loops, arguments.sums)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,15 @@ class Parser(argparse.ArgumentParser):
             raise UserError(f"{word}: no such field; {nearest(word, ['--' + f.name for f in self.fields])}")
         return vars(values)
 
+    def parse_run(self, argv):
+        """(run, fields) of a script's own command line, whose first word is a run directory or checkpoint."""
+        if not argv or argv[0] in ("-h", "--help"):
+            self.print_help()
+            sys.exit()
+        if argv[0].startswith("-"):
+            raise UserError(f"{argv[0]}: the run directory comes first, as in {self.usage.split(' [')[0]} {argv[0]}")
+        return argv[0], self.parse(argv[1:])
+
 
 def split_fields(values, *classes):
     """One dict per dataclass, of the values that are its fields."""
@@ -756,6 +765,14 @@ def load_model(path, module, model_class):
     except (TypeError, KeyError, RuntimeError) as error:
         raise UserError(f"{path} does not fit {module}.py as it is now: {' '.join(str(error).split())[:200]}") from None
     return model.to(pick_device("auto")).eval(), options, build_tokenizer(ckpt["tokenizer"], options.data_dir)
+
+
+def validation_batches(options, tokenizer, model, n):
+    """The data that a trained run was trained on, and the first n validation batches on the model's device."""
+    data, device = load_data(options, model.config), next(model.parameters()).device
+    if data.tokenizer.spec != tokenizer.spec:
+        raise UserError(f"--dataset={options.dataset} now has another vocabulary than the run was trained with")
+    return data, [tuple(t.to(device) for t in data.batch("val", i)) for i in range(n)]
 
 
 class Run:

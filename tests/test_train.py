@@ -285,7 +285,7 @@ def test_generating_from_a_run(command, capsys):
     assert first.startswith("The ") and len(first) == 4 + 30 + 1
     looped_gpt.main([str(out / "best.pt"), "--prompt=The ", "--loops=2", "--max_new_tokens=30"])
     assert first == capsys.readouterr().out  # best is last here, and the seed is fixed
-    assert "name the run first" in error_of(capsys, "--prompt=The ", out, main=looped_gpt.main)
+    assert "the run directory comes first" in error_of(capsys, "--prompt=The ", out, main=looped_gpt.main)
     for argument, message in (("--prompt=\u2603", "not in the vocabulary: '\u2603'"), ("--prompt=", "--prompt is empty"),
                               ("--loops=0", "--loops=0: expected a number of at least 1"), ("--loop=2", "did you mean --loops")):
         assert message in error_of(capsys, out, argument, main=looped_gpt.main)
