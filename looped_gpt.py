@@ -52,7 +52,7 @@ class Config:
 PAPER = dict(block_size=256, stride=128, tokenizer="regex", dropout=0.1, lr=3e-4, max_steps=0, epochs=4,
              log_interval=50, eval_interval=1000, eval_batches=20)
 PRESETS = {
-    "tiny": dict(max_steps=600, batch_size=32, lr=3e-3, warmup_steps=20, embd_std=0.3),
+    "tiny": dict(max_steps=600, batch_size=32, lr=3e-3, warmup_steps=20),
     "44m": dict(n_layer=8, n_head=8, n_embd=512, batch_size=64, **PAPER),
     "129m": dict(n_layer=12, n_head=12, n_embd=768, batch_size=32, **PAPER),
 }
