@@ -32,7 +32,7 @@ class UserError(ValueError):
 
 @dataclasses.dataclass
 class Options:
-    dataset: str = "python-docs"  # python-docs, shakespeare, wikitext-2, wikitext-103, addition, running-sum, statetrack, or a file's path
+    dataset: str = "python-docs"  # or shakespeare, wikitext-2, wikitext-103, addition, running-sum, statetrack, a text file
     tokenizer: Literal["char", "regex", "gpt2"] = "char"  # characters; words and runs of white space; GPT-2's BPE
     data_dir: str = "data"  # where downloads and token caches are kept
     out_dir: str = ""  # the run directory; empty: out/MODEL-PRESET
