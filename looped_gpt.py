@@ -512,6 +512,7 @@ def table1(runs, out):
         axes[1].plot(range(1, K + 1), [row[f"ppl_{k}"] for k in range(1, K + 1)], "o-", label=condition)
     axes[0].set(xlabel="step", ylabel="mean ||H_K||", yscale="log", title="Only a visible scale stays controlled")
     axes[1].set(xlabel="exit after loop", ylabel="validation perplexity", yscale="log", title="Dense supervision trains exits")
+    axes[1].set_xticks(range(1, K + 1))
     axes[1].legend(fontsize="x-small")
     figure.savefig(out / "table1.png", dpi=120)
     print(f"\nwritten to {out}/table1.csv and table1.png")

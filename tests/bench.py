@@ -1,4 +1,4 @@
-"""Speed and memory beside the plain way to write the same models. python tests/bench.py [--quick] [--out=bench.json]
+"""Speed and memory beside the plain way to write looped_gpt. python tests/bench.py [--quick] [--rounds=3] [--out=bench.json]
 
 Every figure is a ratio between processes run in turn, since machines are noisy: each round starts one process per variant,
 which takes some steps and reports its tokens/s and its peak memory. The table gives the median over rounds (min .. max).
@@ -111,13 +111,14 @@ def print_table(title, results, base):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the tiny preset, one round")
+    parser.add_argument("--rounds", type=int, default=3, help="processes per variant")
     parser.add_argument("--out", default="bench.json")
     parser.add_argument("--call", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.call:
         function, variant, preset, n = json.loads(arguments.call)
         return print(json.dumps(globals()[function](preset, variant, n)))
-    preset, n = ("tiny", 1) if arguments.quick else ("44m", 3)
+    preset, n = ("tiny", 1) if arguments.quick else ("44m", arguments.rounds)
     model, rows = build(preset), torch.randint(VOCAB, (2, 33))
     with torch.no_grad():
         ours, plain = (f(rows[:, :-1], rows[:, 1:]) for f in (lambda *b: model.loss(*b)[0], lambda *b: plain_loss(model, *b)))
