@@ -86,8 +86,8 @@ def test_help_lists_every_field_with_its_meaning(capsys):
     (["looped_gpt", "--tokenizer=regex", "--vocab_size=4"], "4 special types alone"),
     (["looped_gpt", "--out_dir=/dev/null/run"], "/dev/null/run"),
 ])
-def test_a_mistake_is_answered_by_one_line_that_names_the_way_out(capsys, argv, message, data_dir):
-    assert message in error_of(capsys, argv[0], f"--data_dir={data_dir}", *argv[1:])
+def test_a_mistake_is_answered_by_one_line_that_names_the_way_out(capsys, argv, message, data_dir, tmp_path):
+    assert message in error_of(capsys, argv[0], f"--data_dir={data_dir}", f"--out_dir={tmp_path}/run", *argv[1:])
 
 
 @pytest.mark.parametrize("content, message", [
