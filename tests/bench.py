@@ -92,6 +92,7 @@ def rounds(function, variants, n, *arguments):
         for variant in variants:
             call = json.dumps([function, variant, *arguments])
             output = subprocess.run([sys.executable, __file__, "--call", call], check=True, capture_output=True, text=True).stdout
+            print(f"{variant}: {output.splitlines()[-1]}", file=sys.stderr, flush=True)
             for name, value in json.loads(output.splitlines()[-1]).items():
                 results[variant].setdefault(name, []).append(value)
     return results
