@@ -10,6 +10,7 @@ penalises ||J v||^2 for a random unit v at the state of the sampled loop: loss =
     python train.py stars --preset=baseline                          # the same model without: rises, peaks, collapses
     python train.py stars --sweep=normalization                      # 4 placements x 3 types
     python train.py stars --sweep=ablation                           # loops and remedies
+    python train.py stars --sweep=optimizer                          # the default against AdamW at the paper's settings
     python stars.py out/stars-addition                               # accuracy against loops, convergence, spectra
     python stars.py out/stars-addition --ask=1750+4733 --loops=1,2,4,8,64
 
@@ -60,7 +61,7 @@ class Config:
     max_loops: int = 16  # and from above, and end here
     l2_penalty: float = 0.0  # weight of mean ||h^(t) - h^(t-1)||, a remedy that fails
     jsrr_lambda: float = 0.1  # weight of JSRR against the cross-entropy, 0 to 1; 0: none
-    jsrr_gate: float = 2.0  # lambda is multiplied by exp(-gate CE): a loop that contracts too soon learns late; 0: not
+    jsrr_gate: float = 6.0  # lambda is multiplied by exp(-gate CE): a loop that contracts too soon learns late; 0: not
     jsrr_mode: Literal["vjp", "jvp"] = "vjp"  # J^T v in reverse mode, cheaper here, or J v in forward mode
     jsrr_steps: int = 1  # power-iteration steps on v; only the last has a gradient
     jsrr_rows: float = 0.25  # share of the batch at which J is taken
@@ -90,10 +91,11 @@ class Config:
             raise UserError(f"--positions=rope needs heads of an even width, not {self.n_embd // self.n_head}")
 
 
-TOY = dict(dataset="addition", optimizer="muon", muon_lr=0.008, lr=2e-3, max_steps=1500, batch_size=256, schedule="wsd",
+TOY = dict(dataset="addition", optimizer="muon", muon_lr=0.008, lr=2e-3, max_steps=1800, batch_size=256, schedule="wsd",
            decay_share=0.4, warmup_steps=20, log_interval=25, eval_interval=250, eval_batches=4)
 PRESETS = {
     "addition": TOY,
+    "small": TOY | dict(digits=3, n_embd=64, mlp_width=256, batch_size=128, max_steps=1000, eval_interval=100),
     "baseline": TOY | dict(loop_sampling="fixed", jsrr_lambda=0.0),
     "paper": dict(dataset="addition", n_head=8, n_embd=512, mlp_width=1024, dropout=0.1, loop_mu=2.0, loop_sigma=0.7,
                   max_loops=100, num_loops=8, jsrr_gate=0.0, jsrr_rows=1.0, lr=1e-4, warmup_steps=2000,
@@ -144,7 +146,7 @@ class Attention(nn.Module):
             q, k = rotate(q, rope), rotate(k, rope)
         if cache is not None:  # (2, B, nh, block_size, hs): this (loop, layer)'s keys and values so far
             cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
-            k, v = cache[:, :, :, :start + T]
+            k, v = cache[:, :, :, :start + T].to(k.dtype)
         future = torch.ones(T, start + T, dtype=torch.bool, device=x.device).triu(start + 1)
         weights = (q @ k.transpose(-2, -1) / math.sqrt(D // self.n_head)).masked_fill(future, -math.inf).softmax(-1)
         return self.out((weights.to(v.dtype) @ v).transpose(1, 2).reshape(B, T, D))
@@ -324,7 +326,7 @@ class LoopedTransformer(nn.Module):
         n, cache, length = c.n_prelude + K * c.n_layer, None, 0  # length: how many tokens are in the cache
         if use_cache:
             slots = (n + c.n_coda, 2, len(idx), c.n_head, c.block_size, c.n_embd // c.n_head)
-            cache = torch.empty(slots, dtype=self.compute_dtype(idx.device), device=idx.device)
+            cache = torch.empty(slots, dtype=self.wte.weight.dtype, device=idx.device)
         part = lambda first, size: None if cache is None else cache[first:first + size]
         for _ in range(max_new_tokens):
             h = self.embed(idx[:, length:], part(0, c.n_prelude), length)
@@ -334,11 +336,6 @@ class LoopedTransformer(nn.Module):
             length = idx.shape[1] if use_cache else 0
             idx = torch.cat([idx, logits[:, -1:].argmax(-1)], dim=1)
         return idx
-
-    def compute_dtype(self, device):
-        """What the matrices are multiplied in here: autocast's dtype, or the weights'."""
-        autocast = torch.is_autocast_enabled(device.type)
-        return torch.get_autocast_dtype(device.type) if autocast else self.wte.weight.dtype
 
 
 def sample_loops(config, n=1, generator=None):
@@ -543,7 +540,7 @@ def ask(path, question, loops):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sweeps: the normalisation study, and what each part of STARS does.
+# Sweeps: the normalisation study, what each part of STARS does, and how soon each optimiser is there.
 
 @torch.no_grad()
 def compare(runs, out):
@@ -576,6 +573,26 @@ def compare(runs, out):
     print(f"\nwritten to {out}/accuracy.csv and accuracy.png")
 
 
+def race(runs, out):
+    """Print when each run first has every evaluated sum right; draw exact match against steps and seconds of training."""
+    figure, axes = train.new_figure(2)
+    for (condition, seed), path in runs.items():
+        seconds, before, points = 0.0, 0, []  # the log has the rate of each interval, evaluations left out
+        for row in train.read_csv(path / "log.csv"):
+            if "tokens_per_sec" in row:
+                seconds, before = seconds + (row["tokens"] - before) / row["tokens_per_sec"], row["tokens"]
+            if "val_exact" in row:
+                points.append((row["step"], seconds, row["val_exact"]))
+        first = next((f"at step {step}, {s:.0f} s" for step, s, exact in points if exact == 1), "never")
+        print(f"{condition}, seed {seed}: all sums right {first}; {points[-1][2]:.2%} at step {points[-1][0]}, {seconds:.0f} s")
+        for axis, x, label in zip(axes, (0, 1), ("step", "seconds of training")):
+            axis.plot([p[x] for p in points], [p[2] for p in points], "o-", markersize=3, label=f"{condition}, seed {seed}")
+            axis.set(xlabel=label, ylabel="exact match")
+    axes[0].legend(fontsize="x-small")
+    figure.savefig(out / "race.png", dpi=120)
+    print(f"drawn in {out}/race.png")
+
+
 PLAIN = dict(loop_sampling="fixed", jsrr_lambda=0.0)
 SWEEPS = {
     "normalization": ({f"{placement}+{norm}": PLAIN | dict(placement=placement, norm=norm)
@@ -589,6 +606,10 @@ SWEEPS = {
         "jsrr": dict(loop_sampling="fixed"),
         "random+jsrr": {},
     }, compare),
+    "optimizer": ({
+        "muon": {},
+        "adamw-paper": dict(optimizer="adamw", lr=1e-4, warmup_steps=2000, schedule="cosine", max_steps=10_000),
+    }, race),
 }
 
 

@@ -346,7 +346,8 @@ def test_sweeps_are_complete():
     assert set(stars.SWEEPS["normalization"][0]) == {f"{p}+{n}" for p in PLACEMENTS for n in NORMS}
     for conditions, _ in stars.SWEEPS.values():
         for fields in conditions.values():
-            stars.Config(**fields)
+            config, options = train.split_fields(fields, stars.Config, train.Options)
+            assert len(config) + len(options) == len(fields) and stars.Config(**config) and train.Options(**options)
 
 
 def test_a_sweep_prints_one_row_per_condition(tmp_path, capsys, monkeypatch):
@@ -356,6 +357,18 @@ def test_a_sweep_prints_one_row_per_condition(tmp_path, capsys, monkeypatch):
     train.main(["stars", "--sweep=ablation", "--digits=2", "--n_embd=16", "--mlp_width=32", "--batch_size=8",
                 "--max_steps=2", "--eval_batches=1", f"--out_dir={tmp_path}/sweep"])
     assert len(train.read_csv(tmp_path / "sweep/accuracy.csv")) == 2 and "random+jsrr" in capsys.readouterr().out
+
+
+def test_the_race_counts_seconds_without_the_evaluations(tmp_path, capsys):
+    for name, rate, exact in (("fast", 500, 1.0), ("slow", 50, 0.5)):  # two intervals of 1,000 tokens
+        (tmp_path / name).mkdir()
+        train.write_csv(tmp_path / name / "log.csv", [
+            {"step": 0, "tokens": 0, "val_exact": 0.0}, {"step": 5, "tokens": 1000, "tokens_per_sec": rate},
+            {"step": 10, "tokens": 2000, "tokens_per_sec": rate, "val_exact": exact}])
+    stars.race({("fast", 1): tmp_path / "fast", ("slow", 1): tmp_path / "slow"}, tmp_path)
+    out = capsys.readouterr().out
+    assert "fast, seed 1: all sums right at step 10, 4 s" in out and "slow, seed 1: all sums right never; 50.00%" in out
+    assert "40 s" in out and (tmp_path / "race.png").exists()
 
 
 @pytest.mark.parametrize("arguments, message", [
