@@ -48,8 +48,11 @@ class Config:
     jitter: float = 0.02  # in training, uniform noise of this size on the states fed back
     prefix_mix: bool = True  # in training, plain inputs before a random position of each sequence
     tied: bool = True  # the readout multiplies with the input embeddings
+    compute_of: str = ""  # a mix: take as many steps more as make up for its passes, to compare at equal compute
     document_end: int = -1  # the token that ends a document: the position after it gets no feedback; -1: none
     modulus: int = 3  # of --dataset=running-sum
+    digits: int = 3  # of each operand of --dataset=addition, 2 to 8
+    reversed_answers: bool = False  # the sums' lowest digit first, so that carries run forwards
     init_from: str = ""  # a run or checkpoint whose weights to start from; a standard model's lack W_U and W_G only
 
     def __post_init__(self):
@@ -57,33 +60,46 @@ class Config:
                        "full_every", "rope_theta")
         check_at_least(self, 0, "window", "jitter")
         check_at_least(self, 2, "modulus")
+        if not 2 <= self.digits <= 8:
+            raise UserError(f"--digits={self.digits}: expected 2 to 8")
         if not 0 <= self.feedback_from < 1:
             raise UserError(f"--feedback_from={self.feedback_from}: expected a share of the training, below 1")
         if self.n_embd % (2 * self.n_head):
             raise UserError(f"--n_embd={self.n_embd} is not --n_head={self.n_head} times an even width")
         if self.n_head % self.n_kv_head:
             raise UserError(f"--n_head={self.n_head} is not divisible by --n_kv_head={self.n_kv_head}")
-        try:
-            good = min(self.shares) >= 0 < self.shares[-1] and abs(sum(self.shares) - 1) < 1e-6
-        except ValueError:
-            good = False
-        if not good:
-            raise UserError(f"--mix={self.mix}: expected shares that sum to 1, the last above 0, as in 0.75,0.22,0.03")
+        for mix in (self.mix, self.compute_of or "1"):
+            try:
+                good = min(shares := parse_mix(mix)) >= 0 < shares[-1] and abs(sum(shares) - 1) < 1e-6
+            except ValueError:
+                good = False
+            if not good:
+                raise UserError(f"--mix={mix}: expected shares that sum to 1, the last above 0, as in 0.75,0.22,0.03")
 
     @property
     def shares(self):
-        """[share of 1-pass steps, of 2-pass steps, ..]."""
-        return [float(share) for share in self.mix.split(",")]
+        return parse_mix(self.mix)
+
+    def more_passes(self, mix):
+        """Passes beyond the first, averaged over a training with that mix."""
+        return (1 - self.feedback_from) * sum(k * share for k, share in enumerate(parse_mix(mix)))
+
+
+def parse_mix(mix):
+    """[share of 1-pass steps, of 2-pass steps, ..]."""
+    return [float(share) for share in mix.split(",")]
 
 
 PAPER = dict(optimizer="muon", muon_lr=0.01, lr=5e-4, weight_decay=0.01, schedule="wsd", warmup_steps=200)
 TOY = dict(optimizer="muon", muon_lr=0.02, lr=3e-3, schedule="wsd", warmup_steps=20,
            dtype="float32")  # in which matrices this small are faster
+SMALL = dict(n_layer=2, n_embd=64, mlp_width=176, mix="0.5,0.4,0.1", feedback_from=0.0, batch_size=64, log_interval=100,
+             eval_interval=500, eval_batches=2, **TOY)
 PRESETS = {
     "tiny": dict(max_steps=800, feedback_from=0.25, **TOY),
-    "running-sum": dict(dataset="running-sum", block_size=32, n_layer=2, n_embd=64, mlp_width=176, mix="0.5,0.4,0.1",
-                        feedback_from=0.0, max_steps=3000, batch_size=64, log_interval=100, eval_interval=500,
-                        eval_batches=2, **TOY),
+    "running-sum": dict(dataset="running-sum", block_size=32, max_steps=1500, **SMALL),
+    "statetrack": dict(dataset="statetrack", block_size=166, max_steps=1000, **SMALL | dict(batch_size=16)),
+    "addition": dict(dataset="addition", max_steps=1500, **SMALL),
     "124m": dict(n_layer=12, n_head=12, n_kv_head=12, n_embd=768, mlp_width=2048, block_size=1024, tokenizer="gpt2",
                  batch_size=16, grad_accum=16, max_steps=5000, log_interval=20, eval_interval=500, **PAPER),
     "1b": dict(vocab_size=100_352, n_layer=24, n_head=16, n_kv_head=8, n_embd=1536, mlp_width=6656, head_gates=True,
@@ -302,9 +318,8 @@ class FullBandwidthGPT(nn.Module):
         c = self.config
         keys = sum(r - r * r / (2 * c.block_size) for r in self.reaches())  # the first r positions see fewer
         one = sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2) + (2 * keys + c.vocab_size) * c.n_embd
-        more = (1 - c.feedback_from) * sum(k * share for k, share in enumerate(c.shares))  # passes beyond the first
         fusion = sum(m.weight.numel() for m in (self.W_U, self.W_G) if m is not None)
-        return 6 * (one + more * (one + fusion))
+        return 6 * (one + c.more_passes(c.mix) * (one + fusion))
 
     def load_weights(self, path, tokenizer):
         """Start from a checkpoint of this architecture with the same tokenizer, W_U and W_G missing or not."""
@@ -400,6 +415,7 @@ def sample_passes(config, seed, step, max_steps):
 
 
 def train_model(run):
+    run.max_steps = round(run.max_steps * (1 + run.config.more_passes(run.config.compute_of or "1")))
     model = run.start(FullBandwidthGPT(run.config))
     if run.config.init_from and run.step == 0:
         model.load_weights(run.config.init_from, run.data.tokenizer)
@@ -525,94 +541,158 @@ def probe_depths(model, idx, labels, groups, recurrent=(0, 1, 2, 4, None)):
 def diagnose(path):
     """Print every diagnostic of a trained run on its validation split and draw passes into RUN/diagnostics.png."""
     model, options, data, batches, ks = load_run(path)
+    out, runs = Path(path) if Path(path).is_dir() else Path(path).parent, {("this run", options.seed): path}
     print(f"{path}: mix {model.config.mix}, fusion {model.config.fusion}")
-    curve, modes = pass_curve(model, batches, ks).cpu(), MODES if len(ks) > 1 else MODES[:1]
-    print("\npass (prefill passes)       CE   ||h^(k) - h^(k-1)||")
-    for k, (ce, update) in zip(ks, curve.tolist()):
-        print(f"{k:4d} {f'({k - 1})':>16}   {ce:6.4f}   {update:.3e}")
+    iterate_runs(runs, out, "diagnostics")
     if len(ks) > 1:
         gains = feedback_gains(model, batches[0][0], min(16, model.config.block_size // 2)).log().mean(0).exp()
-        print(f"local contraction rate at the exact states: {gains.mean():.3f}, in the worst row {gains.max():.3f}\n"
-              f"CE of pass 2 with h = 0: {zeroed_loss(model, batches):.4f}")
-    if options.dataset == "running-sum":
-        show_running_sum(model, options)
-    elif options.dataset == "statetrack":
-        show_state_tracking(model, data, modes)
-    else:
-        for mode in modes[:2]:
-            first, last, new = drift(model, batches[0][0][0, :8].tolist(), mode)
-            print(f"1,000 tokens, {mode}: mean ||h|| {first:.2f} in the first tenth, {last:.2f} in the last; "
-                  f"{new:.1%} of the 4-grams are new")
-    figure, axes = train.new_figure(2)
-    draw_passes(axes, ks, curve, "this run")
-    figure.savefig((Path(path) if Path(path).is_dir() else Path(path).parent) / "diagnostics.png", dpi=120)
-
-
-@torch.no_grad()
-def show_running_sum(model, options):
-    """Accuracy on the trained length T and on the T positions behind it, which no window has reached."""
-    T = model.config.block_size
-    idx, targets = train.RunningSumData(options, replace(model.config, block_size=2 * T)).batch("val", 0)
-    idx, targets = idx.to(model.wte.weight.device), targets.to(model.wte.weight.device)
-    states = {f"pass {k}": h for k, h in enumerate(model.passes(idx, len(model.config.shares)), 1)}
-    if model.W_U is not None:
-        states["soft decoding"] = model.recurrent(idx)
-    print(f"\naccuracy at positions    1 .. {T}   {T + 1} .. {2 * T}   (chance {1 / model.config.modulus:.1%})")
-    for name, h in states.items():
-        right = (model.readout(h).argmax(-1) == targets).float()
-        print(f"{name:22} {right[:, :T].mean():9.2%} {right[:, T:].mean():11.2%}")
-
-
-def show_state_tracking(model, data, modes, n=400):
-    """For every task and size that fits: right answers under each decoder, and what probes read at the last token."""
-    prefills = {"standard prefill": 0}
-    if len(modes) > 1:
-        prefills |= {"last 1 recurrent": 1, "last 2 recurrent": 2, "last 4 recurrent": 4, "recurrence": None}
-    print("\nprobes at the last token, by depth from 0, the stack's input (readable is not the same as used)")
-    for task, size in ((task, size) for task, sizes in data.sizes.items() for size in sizes):
-        if data.length(task, size) > data.T:
-            continue
-        texts, labels, groups = zip(*(data.program(task, i, size) for i in range(n)))
-        prompts = [data.tokenizer.encode(text) for text in texts]
-        answers = [[data.tokenizer.ids[data.answers[task][label]]] for label in labels]
-        decoded = {mode: model.generate(prompts, 1, mode, temperature=0) for mode in modes}
-        right = ", ".join(f"{mode} {sum(map(operator.eq, new, answers)) / n:.1%}" for mode, new in decoded.items())
-        print(f"{task}, size {size}; right answers: {right}")
-        idx, labels = (torch.tensor(x, device=model.wte.weight.device) for x in (prompts, labels))
-        for name, row in zip(prefills, probe_depths(model, idx, labels, groups, prefills.values()).tolist()):
-            print(f"  {name:18}" + "".join(f"{value:>8.1%}" for value in row))
+        print(f"\nlocal contraction rate at the exact states: {gains.mean():.3f}, in the worst row {gains.max():.3f}")
+    if options.dataset in TASKS:
+        return TASKS[options.dataset](runs, out)
+    for mode in MODES[:2] if len(ks) > 1 else MODES[:1]:
+        first, last, new = drift(model, batches[0][0][0, :8].tolist(), mode)
+        print(f"1,000 tokens, {mode}: mean ||h|| {first:.2f} in the first tenth, {last:.2f} in the last; "
+              f"{new:.1%} of the 4-grams are new")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sweeps: what the states do when iterated past the training depth.
+# Reports on trained runs, {(condition, seed): path}, printed and written into the folder `out`: of a sweep, or of one run.
 
-def draw_passes(axes, ks, curve, label):
-    for axis, values, name in zip(axes, curve.T.tolist(), ("validation loss", "||h^(k) - h^(k-1)||")):
-        axis.plot(ks, values, "o-", label=label)
-        axis.set(xlabel="pass k", ylabel=name, xscale="log")
+def measure(runs, function):
+    """{condition: function(*load_run(path)), a tensor, for every seed, stacked}."""
+    figures = {}
+    for (condition, _), path in runs.items():
+        figures.setdefault(condition, []).append(function(*load_run(path)))
+    return {condition: torch.stack(values).cpu() for condition, values in figures.items()}
+
+
+def table(title, columns, figures):
+    """Print figures {condition: (seeds, columns)}, their mean and, of several seeds, the spread; return rows for a CSV.
+    A condition may lack the last columns."""
+    rows, width = [], max(map(len, (title, *figures))) + 1
+    print(f"\n{title:{width}}" + "".join(f"{column:>10}" for column in columns))
+    for condition, values in figures.items():
+        both = ("mean", condition, values.mean(0)), ("std", "  +-", values.std(0, correction=0))
+        for kind, name, row in both[:len(values)]:
+            print(f"{name:{width}}" + "".join(f"{value:>10.4g}" for value in row.tolist()))
+            rows.append({"table": title, "condition": condition, "seeds": len(values), "of_seeds": kind}
+                        | dict(zip(map(str, columns), row.tolist())))
+    return rows
+
+
+def iterate_runs(runs, out, name="passes"):
+    """Loss and update size over passes, and the loss with h = 0: NAME.csv and NAME.png. A fused prefill of n passes is
+    pass n + 1."""
+    curves = measure(runs, lambda model, options, data, batches, ks: pass_curve(model, batches, ks).T)
+    rows = table("validation loss of pass", PASSES, {c: v[:, 0] for c, v in curves.items()})
+    rows += table("||h^(k) - h^(k-1)|| of pass", PASSES, {c: v[:, 1] for c, v in curves.items()})
+    fed = {key: path for key, path in runs.items() if curves[key[0]].shape[-1] > 1}
+    zeroed = measure(fed, lambda model, options, data, batches, ks: torch.tensor([zeroed_loss(model, batches)]))
+    rows += table("loss of pass 2 with h = 0", [""], zeroed)
+    train.write_csv(out / f"{name}.csv", rows)
+    figure, axes = train.new_figure(2)
+    for condition, curve in curves.items():
+        for axis, values, label in zip(axes, curve.mean(0).tolist(), ("validation loss", "||h^(k) - h^(k-1)||")):
+            axis.plot(PASSES[:len(values)], values, "o-", label=condition)
+            axis.set(xlabel="pass k", ylabel=label, xscale="log")
     axes[1].set(yscale="symlog")
     axes[0].legend(fontsize="x-small")
+    figure.savefig(out / f"{name}.png", dpi=120)
 
 
-def iterate_runs(runs, out):
-    """Print loss and update size over passes, mean and spread over seeds, and the loss with h = 0, for every condition;
-    write passes.csv and passes.png."""
-    rows, (figure, axes) = [], train.new_figure(2)
-    for condition in dict.fromkeys(condition for condition, _ in runs):
-        curves, zeroed = [], []
-        for model, _, _, batches, ks in (load_run(path) for (name, _), path in runs.items() if name == condition):
-            curves.append(pass_curve(model, batches, ks).cpu())
-            zeroed += [zeroed_loss(model, batches)] if len(ks) > 1 else []
-        mean, spread = torch.stack(curves).mean(0), torch.stack(curves).std(0, correction=0)
-        print(f"\n{condition}" + (f"; loss of pass 2 with h = 0: {sum(zeroed) / len(zeroed):.3f}" if zeroed else ""))
-        for k, (loss, update), (loss_std, update_std) in zip(ks, mean.tolist(), spread.tolist()):
-            rows.append({"condition": condition, "seeds": len(curves), "pass": k, "loss": loss, "loss_std": loss_std,
-                         "update": update, "update_std": update_std})
-            print(f"  pass {k:4d}   loss {loss:.4f} +- {loss_std:.4f}   update {update:.2e} +- {update_std:.1e}")
-        draw_passes(axes, ks, mean, condition)
-    train.write_csv(out / "passes.csv", rows)
-    figure.savefig(out / "passes.png", dpi=120)
-    print(f"\nwritten to {out}/passes.csv and passes.png")
+def fusion_paths(runs, out):
+    """As iterate_runs; and the mean norms over training of the fusion's two paths: paths.csv and paths.png."""
+    iterate_runs(runs, out)
+    logs = {key: [row for row in train.read_csv(path / "log.csv") if "val_state_path" in row] for key, path in runs.items()}
+    steps, norms, (figure, axes) = [row["step"] for row in next(iter(logs.values()))], {}, train.new_figure(2)
+    for (condition, _), log in logs.items():
+        for name in ("state", "token"):
+            norms.setdefault(f"{condition}, {name}", []).append(torch.tensor([row[f"val_{name}_path"] for row in log]))
+    norms = {name: torch.stack(values) for name, values in norms.items()}
+    train.write_csv(out / "paths.csv", table("norm of path at step", steps, norms))
+    for name, values in norms.items():
+        axes[int(name.endswith("token"))].plot(steps, values.mean(0), label=name)
+    for axis in axes:
+        axis.set(xlabel="step", ylabel="mean norm")
+        axis.legend(fontsize="x-small")
+    figure.savefig(out / "paths.png", dpi=120)
+
+
+@torch.no_grad()
+def show_running_sum(runs, out):
+    """Share of right sums on the trained length T and on the T positions behind it, which no window has reached."""
+    def right(model, options, *_):
+        T, device = model.config.block_size, model.wte.weight.device
+        data = train.RunningSumData(options, replace(model.config, block_size=2 * T))
+        idx, targets = (x.to(device) for x in data.batch("val", 0))
+        states = [*model.passes(idx, 3), model.recurrent(idx)] if model.W_U is not None else model.passes(idx, 1)
+        hits = torch.stack([model.readout(h).argmax(-1) == targets for h in states]).double()
+        return torch.stack([hits[..., :T].mean((1, 2)), hits[..., T:].mean((1, 2))])
+    figures, rows = measure(runs, right), []
+    for i, where in enumerate(("1 .. T", "T + 1 .. 2 T")):
+        columns = "pass 1", "pass 2", "pass 3", "soft"
+        rows += table(f"right sums at {where}", columns, {c: v[:, i] for c, v in figures.items()})
+    train.write_csv(out / "running-sum.csv", rows)
+
+
+@torch.no_grad()
+def show_addition(runs, out, n=500):
+    """Share of right answers and mean length, up to the model's own end mark, of n held-out sums under each decoder."""
+    def answers(model, options, data, *_):
+        (idx, targets), start = data.encode(*data.operands("val", 0, n)), 2 * data.digits + 2
+        end, texts = data.vocab.index("§"), [row[row >= 0].tolist() for row in targets]
+        figures = []
+        for mode in MODES if model.W_U is not None else MODES[:1]:
+            new = model.generate(idx[:, :start].tolist(), 2 * data.digits, mode, temperature=0, stop=[end])
+            figures.append([sum(map(operator.eq, new, texts)) / n, sum(map(len, new)) / n])
+        return torch.tensor(figures).T
+    figures, rows = measure(runs, answers), []
+    for i, what in enumerate(("right answers", "tokens in an answer")):
+        rows += table(what, MODES, {c: v[:, i] for c, v in figures.items()})
+    train.write_csv(out / "addition.csv", rows)
+
+
+def show_state_tracking(runs, out, n=400):
+    """For every task and size that fits, right answers under each decoder and what probes read at the last token, at
+    each depth of the residual stream; beside it the same of the models before training, which are readable too."""
+    tables, rows = {}, []
+    for (condition, _), path in runs.items():
+        model, options, data, *_ = load_run(path)
+        torch.manual_seed(options.seed)
+        untrained = FullBandwidthGPT(model.config).to(model.wte.weight.device).eval()
+        modes, prefills = (MODES, PREFILLS) if model.W_U is not None else (MODES[:1], {"standard prefill": 0})
+        cases = [(task, size, 16) for task, sizes in data.sizes.items() for size in sizes]
+        for task, size, writes in (*cases, ("registers", 8, 32), ("registers", 8, 64)):
+            texts, labels, groups = zip(*(data.program(task, i, size, writes) for i in range(n)))
+            prompts = [data.tokenizer.encode(text) for text in texts]
+            if len(prompts[0]) > data.T:
+                continue
+            answers = [[data.tokenizer.ids[data.answers[task][label]]] for label in labels]
+            name = f"{task}, size {size}" + f", {writes} writes" * (task == "registers")
+            idx, labels = (torch.tensor(x, device=model.wte.weight.device) for x in (prompts, labels))
+            right = [sum(map(operator.eq, model.generate(prompts, 1, mode, temperature=0), answers)) / n for mode in modes]
+            tables.setdefault((f"{name}: right answers", MODES), {}).setdefault(condition, []).append(torch.tensor(right))
+            key = f"{name}: probes by depth", tuple(range(model.config.n_layer + 1))
+            for who, probed in ((condition, model), (f"{condition}, untrained", untrained)):
+                for prefill, row in zip(prefills, probe_depths(probed, idx, labels, groups, prefills.values())):
+                    tables.setdefault(key, {}).setdefault(f"{who}, {prefill}", []).append(row)
+    for (title, columns), figures in tables.items():
+        rows += table(title, columns, {name: torch.stack(values) for name, values in figures.items()})
+    train.write_csv(out / "statetrack.csv", rows)
+
+
+PREFILLS = {"standard prefill": 0, "last 1 recurrent": 1, "last 2 recurrent": 2, "last 4 recurrent": 4, "recurrence": None}
+TASKS = {"running-sum": show_running_sum, "addition": show_addition, "statetrack": show_state_tracking}  # a report each
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sweeps: the same size and data, with and without feedback, at equal steps and at equal compute.
+
+def against_standard(**mixes):
+    """Conditions: a standard model of equal steps, one of equal compute as the last mix, and the mixes."""
+    last = list(mixes.values())[-1]
+    return {"standard": dict(mix="1"), "standard-equal-compute": dict(mix="1", compute_of=last)} | {
+        name: dict(mix=mix) for name, mix in mixes.items()}
 
 
 MIXES = {"75+25": "0.75,0.25", "75+22+3": "0.75,0.22,0.03"}
@@ -620,11 +700,12 @@ WITHOUT = {"depth-scale": dict(depth_scale=False), "input-norm": dict(input_norm
            "prefix-mix": dict(prefix_mix=False), "tying": dict(tied=False)}
 WITHOUT["stabiliser"] = {field: value for fields in WITHOUT.values() for field, value in fields.items()}  # none of them
 SWEEPS = {
-    "passes": ({"1": dict(mix="1")} | {name: dict(mix=mix) for name, mix in MIXES.items()}, iterate_runs),
+    "passes": (against_standard(**MIXES), iterate_runs),
     "stabilisers": ({f"no-{name}-{mix}": fields | dict(mix=MIXES[mix])
                      for name, fields in WITHOUT.items() for mix in MIXES}, iterate_runs),
-    "fusion": ({fusion: dict(fusion=fusion) for fusion in ("gated", "add", "concat")}, iterate_runs),
-}
+    "fusion": ({fusion: dict(fusion=fusion) for fusion in ("gated", "add", "concat")}, fusion_paths),
+} | {task: ({name: fields | dict(dataset=task) for name, fields in against_standard(feedback="0.5,0.4,0.1").items()}, report)
+     for task, report in TASKS.items()}  # with --preset=running-sum or statetrack
 
 
 # ---------------------------------------------------------------------------------------------------------------------

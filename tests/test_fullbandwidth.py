@@ -560,10 +560,19 @@ def test_every_diagnostic_and_every_mode_of_a_trained_run(tmp_path, capsys):
 
 def test_a_sweep_reports_losses_and_updates_over_passes(tmp_path, monkeypatch):
     conditions, report = fullbandwidth.SWEEPS["passes"]
-    few = {name: conditions[name] for name in ("1", "75+22+3")}
+    few = {name: conditions[name] for name in ("standard-equal-compute", "75+22+3")}
     monkeypatch.setitem(fullbandwidth.SWEEPS, "passes", (few, report))
-    train.main(["fullbandwidth", *TINY[:-1], "--max_steps=2", "--sweep=passes", "--seeds=1,2", f"--out_dir={tmp_path}"])
-    rows = train.read_csv(tmp_path / "passes.csv")
-    assert [(r["condition"], r["pass"]) for r in rows] == [(1, 1), *(("75+22+3", k) for k in fullbandwidth.PASSES)]
-    assert all(r["seeds"] == 2 and math.isfinite(r["loss"] + r["update"]) for r in rows)
+    train.main(["fullbandwidth", *TINY[:-1], "--max_steps=20", "--sweep=passes", "--seeds=1,2", f"--out_dir={tmp_path}"])
+    standard, std, fed, _, *others = train.read_csv(tmp_path / "passes.csv")
+    assert (standard["condition"], fed["condition"], std["of_seeds"], fed["seeds"]) == (*few, "std", 2)
+    curves = []
+    for seed in (1, 2):
+        model, _, _, batches, _ = fullbandwidth.load_run(tmp_path / f"75+22+3-seed{seed}")
+        curves.append(fullbandwidth.pass_curve(model, batches))
+        log = train.read_csv(tmp_path / f"standard-equal-compute-seed{seed}" / "log.csv")
+        assert log[-1]["step"] == 23  # 10 steps of one pass, 10 of 1.28 passes in the mean
+    for i, k in enumerate(fullbandwidth.PASSES):
+        assert fed[str(k)] == pytest.approx(sum(c[i, 0].item() for c in curves) / 2, rel=1e-6)
+        assert (str(k) in standard) == (k == 1)
+    assert {r["table"] for r in others} == {"||h^(k) - h^(k-1)|| of pass", "loss of pass 2 with h = 0"}
     assert (tmp_path / "passes.png").exists()
