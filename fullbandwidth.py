@@ -4,6 +4,7 @@ A decoder hands on one token id, and throws away the top-layer state h_{t-1} tha
 input, and the token its gate (equation 4): e_t (x) h_{t-1} = (W_U h_{t-1}) * sigmoid(W_G e_t). Training stays parallel
 (equations 10 to 12): pass 1 is the ordinary forward, pass k reads the states of pass k - 1 shifted by one. That is a
 Jacobi iteration, exact at position t after t passes; a few percent of three-pass steps are to make it contract.
+Documents lie packed in a window: no state is fed back from one to the next (document_end), but attention looks across.
 
     python train.py fullbandwidth                                    # train the tiny preset
     python train.py fullbandwidth --sweep=passes                     # one pass / 75+25 / 75+22+3: the paper's figure 3
@@ -13,7 +14,7 @@ Jacobi iteration, exact at position t after t passes; a few percent of three-pas
 
 Letters: B batch, T tokens, D width, V vocabulary, e embeddings and h^(k) pass k's final-normed top states, (B, T, D).
 """
-import itertools, math, operator, sys
+import functools, itertools, math, operator, sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -49,7 +50,7 @@ class Config:
     prefix_mix: bool = True  # in training, plain inputs before a random position of each sequence
     tied: bool = True  # the readout multiplies with the input embeddings
     compute_of: str = ""  # a mix: take as many steps more as make up for its passes, to compare at equal compute
-    document_end: int = -1  # the token that ends a document: the position after it gets no feedback; -1: none
+    document_end: int = -1  # the token after which a position gets no feedback; -1: none, but a line's end in wikitext
     modulus: int = 3  # of --dataset=running-sum
     digits: int = 3  # of each operand of --dataset=addition, 2 to 8
     reversed_answers: bool = False  # the sums' lowest digit first, so that carries run forwards
@@ -198,6 +199,7 @@ class FullBandwidthGPT(nn.Module):
         self.head = None if config.tied else nn.Linear(D, config.vocab_size, bias=False)
         self.W_U = nn.Linear(D, D, bias=False) if len(config.shares) > 1 else None
         self.W_G = nn.Linear(D, D, bias=False) if len(config.shares) > 1 and config.fusion != "add" else None
+        self.why_not = f"had --mix={config.mix}"  # feed states back
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features ** -0.5)
@@ -286,9 +288,13 @@ class FullBandwidthGPT(nn.Module):
             self.need_feedback("a second pass")
         return list(itertools.islice(self.iterate(idx), k))
 
+    def modes(self):
+        """The decoders that this model has."""
+        return MODES if self.W_U is not None else MODES[:1]
+
     def need_feedback(self, what):
         if self.W_U is None:
-            raise UserError(f"{what} needs a model trained with feedback, and this one had --mix={self.config.mix}")
+            raise UserError(f"{what} needs a model trained with feedback, and this one {self.why_not}")
 
     def readout(self, h):
         """Logits, (.., D) -> (.., V)."""
@@ -324,7 +330,7 @@ class FullBandwidthGPT(nn.Module):
     def load_weights(self, path, tokenizer):
         """Start from a checkpoint of this architecture with the same tokenizer, W_U and W_G missing or not."""
         ckpt = train.load_checkpoint(path, "fullbandwidth")
-        there, here = ({name: w.shape for name, w in weights.items() if name not in ("W_U.weight", "W_G.weight")}
+        there, here = ({name: w.shape for name, w in weights.items() if not name.startswith("W_")}
                        for weights in (ckpt["weights"], self.state_dict()))
         if differing := [name for name in {**there, **here} if there.get(name) != here.get(name)]:
             raise UserError(f"--init_from={path} is of another architecture or vocabulary: {differing[0]} differs")
@@ -416,6 +422,8 @@ def sample_passes(config, seed, step, max_steps):
 
 def train_model(run):
     run.max_steps = round(run.max_steps * (1 + run.config.more_passes(run.config.compute_of or "1")))
+    if run.options.dataset in train.WIKITEXT and run.config.document_end < 0:  # whose documents are lines
+        run.config.document_end = run.data.tokenizer.encode("\n\n=")[-2]
     model = run.start(FullBandwidthGPT(run.config))
     if run.config.init_from and run.step == 0:
         model.load_weights(run.config.init_from, run.data.tokenizer)
@@ -438,9 +446,18 @@ def train_model(run):
 PASSES = (1, 2, 3, 4, 5, 10, 20, 30, 100, 1000)
 
 
+def load_model(path):
+    """A trained model, its Options and its tokenizer. One that was saved before its feedback started is a standard one."""
+    model, options, tokenizer = train.load_model(path, "fullbandwidth", FullBandwidthGPT)
+    step, start = train.load_checkpoint(path, "fullbandwidth")["step"], model.config.feedback_from * options.max_steps
+    if model.W_U is not None and not model.config.init_from and step <= start:
+        model.W_U, model.why_not = None, f"was saved after step {step}, before its feedback starts, after step {start:.0f}"
+    return model, options, tokenizer
+
+
 def load_run(path, n=2):
     """A trained model, its Options, its data and n validation batches, and the passes to look at."""
-    model, options, tokenizer = train.load_model(path, "fullbandwidth", FullBandwidthGPT)
+    model, options, tokenizer = load_model(path)
     data, batches = train.validation_batches(options, tokenizer, model, min(n, options.eval_batches))
     return model, options, data, batches, PASSES if model.W_U is not None else (1,)
 
@@ -493,16 +510,6 @@ def zeroed_loss(model, batches):
     return sum(loss(*batch) for batch in batches).item() / len(batches)
 
 
-@torch.no_grad()
-def drift(model, prompt, mode, n=1000, seed=42):
-    """Of n tokens sampled in mode standard or soft: mean ||h|| in their first and last tenth, share of 4-grams new."""
-    new, = model.generate([prompt], n, mode, seed=seed)
-    idx, tenth = torch.tensor([[*prompt, *new]], device=model.wte.weight.device), max(1, n // 10)
-    h = model.stack(model.embed(idx)) if mode == "standard" else model.recurrent(idx, prefill=len(prompt))
-    norms, grams = h[0, len(prompt):].norm(dim=-1), [tuple(new[i:i + 4]) for i in range(n - 3)]
-    return norms[:tenth].mean().item(), norms[-tenth:].mean().item(), len(set(grams)) / len(grams)
-
-
 def probe(features, labels, groups, folds=4, l2=1.0):
     """Held-out accuracy of L2-regularised logistic regression of labels (N,), 0 or 1, on features (N, D). Groups are
     held out whole."""
@@ -539,160 +546,141 @@ def probe_depths(model, idx, labels, groups, recurrent=(0, 1, 2, 4, None)):
 
 
 def diagnose(path):
-    """Print every diagnostic of a trained run on its validation split and draw passes into RUN/diagnostics.png."""
-    model, options, data, batches, ks = load_run(path)
-    out, runs = Path(path) if Path(path).is_dir() else Path(path).parent, {("this run", options.seed): path}
+    """Print every diagnostic of a trained run on its validation split and draw passes into RUN/passes.png."""
+    path, (model, options, _, batches, ks) = Path(path), load_run(path)
+    out, runs = path if path.is_dir() else path.parent, {("this run", options.seed): path}
     print(f"{path}: mix {model.config.mix}, fusion {model.config.fusion}")
-    iterate_runs(runs, out, "diagnostics")
+    report(passes, runs, out)
     if len(ks) > 1:
         gains = feedback_gains(model, batches[0][0], min(16, model.config.block_size // 2)).log().mean(0).exp()
         print(f"\nlocal contraction rate at the exact states: {gains.mean():.3f}, in the worst row {gains.max():.3f}")
-    if options.dataset in TASKS:
-        return TASKS[options.dataset](runs, out)
-    for mode in MODES[:2] if len(ks) > 1 else MODES[:1]:
-        first, last, new = drift(model, batches[0][0][0, :8].tolist(), mode)
-        print(f"1,000 tokens, {mode}: mean ||h|| {first:.2f} in the first tenth, {last:.2f} in the last; "
-              f"{new:.1%} of the 4-grams are new")
+    report(TASKS.get(options.dataset, decoding), runs, out)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reports on trained runs, {(condition, seed): path}, printed and written into the folder `out`: of a sweep, or of one run.
+# Reports on trained runs, one or a sweep's. A measure of a run yields (title of a table, columns, name of a row, values).
 
-def measure(runs, function):
-    """{condition: function(*load_run(path)), a tensor, for every seed, stacked}."""
-    figures = {}
-    for (condition, _), path in runs.items():
-        figures.setdefault(condition, []).append(function(*load_run(path)))
-    return {condition: torch.stack(values).cpu() for condition, values in figures.items()}
-
-
-def table(title, columns, figures):
-    """Print figures {condition: (seeds, columns)}, their mean and, of several seeds, the spread; return rows for a CSV.
-    A condition may lack the last columns."""
-    rows, width = [], max(map(len, (title, *figures))) + 1
-    print(f"\n{title:{width}}" + "".join(f"{column:>10}" for column in columns))
-    for condition, values in figures.items():
-        both = ("mean", condition, values.mean(0)), ("std", "  +-", values.std(0, correction=0))
-        for kind, name, row in both[:len(values)]:
-            print(f"{name:{width}}" + "".join(f"{value:>10.4g}" for value in row.tolist()))
-            rows.append({"table": title, "condition": condition, "seeds": len(values), "of_seeds": kind}
-                        | dict(zip(map(str, columns), row.tolist())))
-    return rows
-
-
-def iterate_runs(runs, out, name="passes"):
-    """Loss and update size over passes, and the loss with h = 0: NAME.csv and NAME.png. A fused prefill of n passes is
-    pass n + 1."""
-    curves = measure(runs, lambda model, options, data, batches, ks: pass_curve(model, batches, ks).T)
-    rows = table("validation loss of pass", PASSES, {c: v[:, 0] for c, v in curves.items()})
-    rows += table("||h^(k) - h^(k-1)|| of pass", PASSES, {c: v[:, 1] for c, v in curves.items()})
-    fed = {key: path for key, path in runs.items() if curves[key[0]].shape[-1] > 1}
-    zeroed = measure(fed, lambda model, options, data, batches, ks: torch.tensor([zeroed_loss(model, batches)]))
-    rows += table("loss of pass 2 with h = 0", [""], zeroed)
-    train.write_csv(out / f"{name}.csv", rows)
-    figure, axes = train.new_figure(2)
-    for condition, curve in curves.items():
-        for axis, values, label in zip(axes, curve.mean(0).tolist(), ("validation loss", "||h^(k) - h^(k-1)||")):
-            axis.plot(PASSES[:len(values)], values, "o-", label=condition)
-            axis.set(xlabel="pass k", ylabel=label, xscale="log")
-    axes[1].set(yscale="symlog")
-    axes[0].legend(fontsize="x-small")
-    figure.savefig(out / f"{name}.png", dpi=120)
-
-
-def fusion_paths(runs, out):
-    """As iterate_runs; and the mean norms over training of the fusion's two paths: paths.csv and paths.png."""
-    iterate_runs(runs, out)
-    logs = {key: [row for row in train.read_csv(path / "log.csv") if "val_state_path" in row] for key, path in runs.items()}
-    steps, norms, (figure, axes) = [row["step"] for row in next(iter(logs.values()))], {}, train.new_figure(2)
-    for (condition, _), log in logs.items():
-        for name in ("state", "token"):
-            norms.setdefault(f"{condition}, {name}", []).append(torch.tensor([row[f"val_{name}_path"] for row in log]))
-    norms = {name: torch.stack(values) for name, values in norms.items()}
-    train.write_csv(out / "paths.csv", table("norm of path at step", steps, norms))
-    for name, values in norms.items():
-        axes[int(name.endswith("token"))].plot(steps, values.mean(0), label=name)
-    for axis in axes:
-        axis.set(xlabel="step", ylabel="mean norm")
-        axis.legend(fontsize="x-small")
-    figure.savefig(out / "paths.png", dpi=120)
-
-
-@torch.no_grad()
-def show_running_sum(runs, out):
-    """Share of right sums on the trained length T and on the T positions behind it, which no window has reached."""
-    def right(model, options, *_):
-        T, device = model.config.block_size, model.wte.weight.device
-        data = train.RunningSumData(options, replace(model.config, block_size=2 * T))
-        idx, targets = (x.to(device) for x in data.batch("val", 0))
-        states = [*model.passes(idx, 3), model.recurrent(idx)] if model.W_U is not None else model.passes(idx, 1)
-        hits = torch.stack([model.readout(h).argmax(-1) == targets for h in states]).double()
-        return torch.stack([hits[..., :T].mean((1, 2)), hits[..., T:].mean((1, 2))])
-    figures, rows = measure(runs, right), []
-    for i, where in enumerate(("1 .. T", "T + 1 .. 2 T")):
-        columns = "pass 1", "pass 2", "pass 3", "soft"
-        rows += table(f"right sums at {where}", columns, {c: v[:, i] for c, v in figures.items()})
-    train.write_csv(out / "running-sum.csv", rows)
-
-
-@torch.no_grad()
-def show_addition(runs, out, n=500):
-    """Share of right answers and mean length, up to the model's own end mark, of n held-out sums under each decoder."""
-    def answers(model, options, data, *_):
-        (idx, targets), start = data.encode(*data.operands("val", 0, n)), 2 * data.digits + 2
-        end, texts = data.vocab.index("§"), [row[row >= 0].tolist() for row in targets]
-        figures = []
-        for mode in MODES if model.W_U is not None else MODES[:1]:
-            new = model.generate(idx[:, :start].tolist(), 2 * data.digits, mode, temperature=0, stop=[end])
-            figures.append([sum(map(operator.eq, new, texts)) / n, sum(map(len, new)) / n])
-        return torch.tensor(figures).T
-    figures, rows = measure(runs, answers), []
-    for i, what in enumerate(("right answers", "tokens in an answer")):
-        rows += table(what, MODES, {c: v[:, i] for c, v in figures.items()})
-    train.write_csv(out / "addition.csv", rows)
-
-
-def show_state_tracking(runs, out, n=400):
-    """For every task and size that fits, right answers under each decoder and what probes read at the last token, at
-    each depth of the residual stream; beside it the same of the models before training, which are readable too."""
+def report(measure, runs, out):
+    """Print the tables of runs {(condition, seed): run}: each row's mean and, of several seeds, its spread below it. Write
+    them into the folder out, MEASURE.csv, and draw those over numbers, MEASURE.png. A row may lack the last columns."""
     tables, rows = {}, []
-    for (condition, _), path in runs.items():
-        model, options, data, *_ = load_run(path)
-        torch.manual_seed(options.seed)
-        untrained = FullBandwidthGPT(model.config).to(model.wte.weight.device).eval()
-        modes, prefills = (MODES, PREFILLS) if model.W_U is not None else (MODES[:1], {"standard prefill": 0})
-        cases = [(task, size, 16) for task, sizes in data.sizes.items() for size in sizes]
-        for task, size, writes in (*cases, ("registers", 8, 32), ("registers", 8, 64)):
-            texts, labels, groups = zip(*(data.program(task, i, size, writes) for i in range(n)))
-            prompts = [data.tokenizer.encode(text) for text in texts]
-            if len(prompts[0]) > data.T:
-                continue
-            answers = [[data.tokenizer.ids[data.answers[task][label]]] for label in labels]
-            name = f"{task}, size {size}" + f", {writes} writes" * (task == "registers")
-            idx, labels = (torch.tensor(x, device=model.wte.weight.device) for x in (prompts, labels))
-            right = [sum(map(operator.eq, model.generate(prompts, 1, mode, temperature=0), answers)) / n for mode in modes]
-            tables.setdefault((f"{name}: right answers", MODES), {}).setdefault(condition, []).append(torch.tensor(right))
-            key = f"{name}: probes by depth", tuple(range(model.config.n_layer + 1))
-            for who, probed in ((condition, model), (f"{condition}, untrained", untrained)):
-                for prefill, row in zip(prefills, probe_depths(probed, idx, labels, groups, prefills.values())):
-                    tables.setdefault(key, {}).setdefault(f"{who}, {prefill}", []).append(row)
-    for (title, columns), figures in tables.items():
-        rows += table(title, columns, {name: torch.stack(values) for name, values in figures.items()})
-    train.write_csv(out / "statetrack.csv", rows)
+    for (condition, _), run in runs.items():
+        for title, columns, name, values in measure(run):
+            row = tables.setdefault((title, *columns), {}).setdefault(f"{condition}{name}", [])
+            row.append(torch.as_tensor(values).double().cpu())
+    drawn = [key for key in tables if isinstance(key[1], int)]
+    figure, axes = train.new_figure(max(1, len(drawn)))
+    for (title, *columns), figures in tables.items():
+        width = max(map(len, (title, *figures)))
+        print(f"\n{title:{width}}" + "".join(f"{column:>10}" for column in columns))
+        for name, values in figures.items():
+            mean, spread, seeds = torch.stack(values).mean(0), torch.stack(values).std(0, correction=0), len(values)
+            for kind, row in (("mean", mean), ("spread", spread))[:seeds]:
+                print(f"{name if row is mean else '  +-':{width}}" + "".join(f"{value:>10.4g}" for value in row.tolist()))
+                rows.append({"table": title, "condition": name, "seeds": seeds, "of": kind}
+                            | dict(zip(map(str, columns), row.tolist())))
+            if (title, *columns) in drawn:
+                axis = axes[drawn.index((title, *columns))]
+                axis.plot(columns[:len(mean)], mean, "o-", label=name)
+                axis.set(title=title, xscale="symlog", yscale="symlog" if title.startswith("||") else "linear")
+                axis.legend(fontsize="x-small")
+    train.write_csv(out / f"{measure.__name__}.csv", rows)
+    if drawn:
+        figure.savefig(out / f"{measure.__name__}.png", dpi=120)
 
 
-PREFILLS = {"standard prefill": 0, "last 1 recurrent": 1, "last 2 recurrent": 2, "last 4 recurrent": 4, "recurrence": None}
-TASKS = {"running-sum": show_running_sum, "addition": show_addition, "statetrack": show_state_tracking}  # a report each
+def passes(run):
+    """Loss and update size over passes, pass k being k - 1 fused prefill passes; the loss of the token path alone."""
+    model, _, _, batches, ks = load_run(run)
+    losses, updates = pass_curve(model, batches, ks).T
+    yield "validation loss of pass", PASSES, "", losses
+    yield "||h^(k) - h^(k-1)|| of pass", PASSES, "", updates
+    if model.W_U is not None:
+        yield "loss of pass 2", ["with h = 0"], "", [zeroed_loss(model, batches)]
+
+
+def fusion(run):
+    """As `passes`; and the mean norms of the fusion's two paths over training."""
+    yield from passes(run)
+    log = [row for row in train.read_csv(run / "log.csv") if "val_state_path" in row]
+    for name in ("state", "token"):
+        yield "norm of path at step", [row["step"] for row in log], f", {name}", [row[f"val_{name}_path"] for row in log]
+
+
+@torch.no_grad()
+def decoding(run, n=1000):
+    """Of n tokens sampled in modes standard and soft: mean ||h|| in their first and last tenth, share of 4-grams new."""
+    model, _, _, batches, _ = load_run(run)
+    prompt = batches[0][0][0, :8].tolist()
+    for mode in model.modes()[:2]:
+        new, = model.generate([prompt], n, mode, seed=42)
+        idx = torch.tensor([[*prompt, *new]], device=model.wte.weight.device)
+        h = model.stack(model.embed(idx)) if mode == "standard" else model.recurrent(idx, prefill=len(prompt))
+        norms, grams = h[0, len(prompt):].norm(dim=-1), {tuple(new[i:i + 4]) for i in range(n - 3)}
+        yield "1,000 tokens", ("first ||h||", "last ||h||", "new"), f", {mode}", [
+            norms[:n // 10].mean(), norms[-(n // 10):].mean(), len(grams) / (n - 3)]
+
+
+@torch.no_grad()
+def running_sum(run):
+    """Share of right sums on the trained length T and on the T positions behind it, which no window has reached."""
+    model, options, *_ = load_run(run)
+    T, device = model.config.block_size, model.wte.weight.device
+    data = train.RunningSumData(options, replace(model.config, block_size=2 * T))
+    idx, targets = (x.to(device) for x in data.batch("val", 0))
+    states = [*model.passes(idx, 3), model.recurrent(idx)] if model.W_U is not None else model.passes(idx, 1)
+    right = torch.stack([model.readout(h).argmax(-1) == targets for h in states]).double()
+    for where, part in (("1 .. T", right[..., :T]), ("T + 1 .. 2 T", right[..., T:])):
+        yield f"right sums at {where}", ("pass 1", "pass 2", "pass 3", "soft"), "", part.mean((1, 2))
+
+
+def addition(run, n=500):
+    """Of n held-out sums, the share answered right and the mean length, up to the model's own end mark."""
+    model, _, data, *_ = load_run(run)
+    (idx, targets), start, end = data.encode(*data.operands("val", 0, n)), 2 * data.digits + 2, data.vocab.index("§")
+    answers = [row[row >= 0].tolist() for row in targets]
+    new = [model.generate(idx[:, :start].tolist(), 2 * data.digits, mode, temperature=0, stop=[end])
+           for mode in model.modes()]
+    yield "right answers", MODES, "", [sum(map(operator.eq, rows, answers)) / n for rows in new]
+    yield "tokens in an answer", MODES, "", [sum(map(len, rows)) / n for rows in new]
+
+
+def statetrack(run, n=400):
+    """For every task and size that fits, right answers under each decoder and what probes read at the last token, at
+    each depth of the residual stream; beside it the same of the model before training, which is readable too."""
+    model, options, data, *_ = load_run(run)
+    torch.manual_seed(options.seed)
+    untrained = FullBandwidthGPT(model.config).to(model.wte.weight.device).eval()
+    prefills = {"standard prefill": 0}
+    if model.W_U is not None:
+        prefills |= {"last 1 recurrent": 1, "last 2 recurrent": 2, "last 4 recurrent": 4, "recurrence": None}
+    cases = [(task, size, 16) for task, sizes in data.sizes.items() for size in sizes]
+    for task, size, writes in (*cases, ("registers", 8, 32), ("registers", 8, 64)):
+        texts, labels, groups = zip(*(data.program(task, i, size, writes) for i in range(n)))
+        prompts = [data.tokenizer.encode(text) for text in texts]
+        if len(prompts[0]) > data.T:
+            continue
+        case = f"{task}, size {size}" + f", {writes} writes" * (task == "registers")
+        answers = [[data.tokenizer.ids[data.answers[task][label]]] for label in labels]
+        yield f"{case}: right answers", MODES, "", [
+            sum(map(operator.eq, model.generate(prompts, 1, mode, temperature=0), answers)) / n for mode in model.modes()]
+        idx, labels = (torch.tensor(x, device=model.wte.weight.device) for x in (prompts, labels))
+        for who, probed in (("", model), (", untrained", untrained)):
+            for prefill, row in zip(prefills, probe_depths(probed, idx, labels, groups, prefills.values())):
+                yield f"{case}: probes", [f"depth {i}" for i in range(len(row))], f"{who}, {prefill}", row
+
+
+TASKS = {"running-sum": running_sum, "addition": addition, "statetrack": statetrack}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sweeps: the same size and data, with and without feedback, at equal steps and at equal compute.
+# Sweeps: the same size and data with and without feedback, at equal steps and at equal compute; without each stabiliser.
 
-def against_standard(**mixes):
+def beside_standard(mixes, **fields):
     """Conditions: a standard model of equal steps, one of equal compute as the last mix, and the mixes."""
-    last = list(mixes.values())[-1]
-    return {"standard": dict(mix="1"), "standard-equal-compute": dict(mix="1", compute_of=last)} | {
+    mixes = {"standard": dict(mix="1"), "standard-equal-compute": dict(mix="1", compute_of=list(mixes.values())[-1])} | {
         name: dict(mix=mix) for name, mix in mixes.items()}
+    return {name: mix | fields for name, mix in mixes.items()}
 
 
 MIXES = {"75+25": "0.75,0.25", "75+22+3": "0.75,0.22,0.03"}
@@ -700,12 +688,12 @@ WITHOUT = {"depth-scale": dict(depth_scale=False), "input-norm": dict(input_norm
            "prefix-mix": dict(prefix_mix=False), "tying": dict(tied=False)}
 WITHOUT["stabiliser"] = {field: value for fields in WITHOUT.values() for field, value in fields.items()}  # none of them
 SWEEPS = {
-    "passes": (against_standard(**MIXES), iterate_runs),
+    "passes": (beside_standard(MIXES), functools.partial(report, passes)),
     "stabilisers": ({f"no-{name}-{mix}": fields | dict(mix=MIXES[mix])
-                     for name, fields in WITHOUT.items() for mix in MIXES}, iterate_runs),
-    "fusion": ({fusion: dict(fusion=fusion) for fusion in ("gated", "add", "concat")}, fusion_paths),
-} | {task: ({name: fields | dict(dataset=task) for name, fields in against_standard(feedback="0.5,0.4,0.1").items()}, report)
-     for task, report in TASKS.items()}  # with --preset=running-sum or statetrack
+                     for name, fields in WITHOUT.items() for mix in MIXES}, functools.partial(report, passes)),
+    "fusion": ({name: dict(fusion=name) for name in ("gated", "add", "concat")}, functools.partial(report, fusion)),
+} | {task: (beside_standard({"feedback": "0.5,0.4,0.1"}, dataset=task), functools.partial(report, measure))
+     for task, measure in TASKS.items()}  # each with --preset of that name
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -732,7 +720,7 @@ def main(argv):
     a = Arguments(**values)
     if "prompt" not in values:
         return diagnose(path)
-    model, _, tokenizer = train.load_model(path, "fullbandwidth", FullBandwidthGPT)
+    model, _, tokenizer = load_model(path)
     if tokenizer.spec["name"] == "regex" and (missing := tokenizer.missing(a.prompt)):
         print(f"warning: read as <unk>, since the training text lacks them: {missing}", file=sys.stderr)
     new, = model.generate([tokenizer.encode(a.prompt)], a.max_new_tokens, a.mode, a.prefill_passes, a.temperature,
