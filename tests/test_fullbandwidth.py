@@ -655,7 +655,7 @@ def test_a_sweep_reports_losses_and_updates_over_passes(tmp_path, monkeypatch):
     monkeypatch.setitem(fullbandwidth.SWEEPS, "passes", (few, report))
     train.main(["fullbandwidth", *TINY[:-1], "--max_steps=20", "--sweep=passes", "--seeds=1,2", f"--out_dir={tmp_path}"])
     standard, std, fed, _, *others = train.read_csv(tmp_path / "passes.csv")
-    assert (standard["condition"], fed["condition"], std["of_seeds"], fed["seeds"]) == (*few, "std", 2)
+    assert (standard["condition"], fed["condition"], std["of"], fed["seeds"]) == (*few, "spread", 2)
     curves = []
     for seed in (1, 2):
         model, _, _, batches, _ = fullbandwidth.load_run(tmp_path / f"75+22+3-seed{seed}")
@@ -665,5 +665,5 @@ def test_a_sweep_reports_losses_and_updates_over_passes(tmp_path, monkeypatch):
     for i, k in enumerate(fullbandwidth.PASSES):
         assert fed[str(k)] == pytest.approx(sum(c[i, 0].item() for c in curves) / 2, rel=1e-6)
         assert (str(k) in standard) == (k == 1)
-    assert {r["table"] for r in others} == {"||h^(k) - h^(k-1)|| of pass", "loss of pass 2 with h = 0"}
+    assert {r["table"] for r in others} == {"||h^(k) - h^(k-1)|| of pass", "loss of pass 2"}
     assert (tmp_path / "passes.png").exists()
