@@ -4,6 +4,7 @@ A decoder hands on one token id, and throws away the top-layer state h_{t-1} tha
 input, and the token its gate (equation 4): e_t (x) h_{t-1} = (W_U h_{t-1}) * sigmoid(W_G e_t). Training stays parallel
 (equations 10 to 12): pass 1 is the ordinary forward, pass k reads the states of pass k - 1 shifted by one. That is a
 Jacobi iteration, exact at position t after t passes; a few percent of three-pass steps are to make it contract.
+Documents lie packed in a window: no state is fed back from one to the next (document_end), but attention looks across.
 
     python train.py fullbandwidth                                    # train the tiny preset
     python train.py fullbandwidth --sweep=passes                     # one pass / 75+25 / 75+22+3: the paper's figure 3
@@ -13,7 +14,7 @@ Jacobi iteration, exact at position t after t passes; a few percent of three-pas
 
 Letters: B batch, T tokens, D width, V vocabulary, e embeddings and h^(k) pass k's final-normed top states, (B, T, D).
 """
-import itertools, math, operator, sys
+import functools, itertools, math, operator, sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -48,8 +49,11 @@ class Config:
     jitter: float = 0.02  # in training, uniform noise of this size on the states fed back
     prefix_mix: bool = True  # in training, plain inputs before a random position of each sequence
     tied: bool = True  # the readout multiplies with the input embeddings
-    document_end: int = -1  # the token that ends a document: the position after it gets no feedback; -1: none
+    compute_of: str = ""  # a mix: take as many steps more as make up for its passes, to compare at equal compute
+    document_end: int = -1  # the token after which a position gets no feedback; -1: none, but a line's end in wikitext
     modulus: int = 3  # of --dataset=running-sum
+    digits: int = 3  # of each operand of --dataset=addition, 2 to 8
+    reversed_answers: bool = False  # the sums' lowest digit first, so that carries run forwards
     init_from: str = ""  # a run or checkpoint whose weights to start from; a standard model's lack W_U and W_G only
 
     def __post_init__(self):
@@ -57,33 +61,46 @@ class Config:
                        "full_every", "rope_theta")
         check_at_least(self, 0, "window", "jitter")
         check_at_least(self, 2, "modulus")
+        if not 2 <= self.digits <= 8:
+            raise UserError(f"--digits={self.digits}: expected 2 to 8")
         if not 0 <= self.feedback_from < 1:
             raise UserError(f"--feedback_from={self.feedback_from}: expected a share of the training, below 1")
         if self.n_embd % (2 * self.n_head):
             raise UserError(f"--n_embd={self.n_embd} is not --n_head={self.n_head} times an even width")
         if self.n_head % self.n_kv_head:
             raise UserError(f"--n_head={self.n_head} is not divisible by --n_kv_head={self.n_kv_head}")
-        try:
-            good = min(self.shares) >= 0 < self.shares[-1] and abs(sum(self.shares) - 1) < 1e-6
-        except ValueError:
-            good = False
-        if not good:
-            raise UserError(f"--mix={self.mix}: expected shares that sum to 1, the last above 0, as in 0.75,0.22,0.03")
+        for mix in (self.mix, self.compute_of or "1"):
+            try:
+                good = min(shares := parse_mix(mix)) >= 0 < shares[-1] and abs(sum(shares) - 1) < 1e-6
+            except ValueError:
+                good = False
+            if not good:
+                raise UserError(f"--mix={mix}: expected shares that sum to 1, the last above 0, as in 0.75,0.22,0.03")
 
     @property
     def shares(self):
-        """[share of 1-pass steps, of 2-pass steps, ..]."""
-        return [float(share) for share in self.mix.split(",")]
+        return parse_mix(self.mix)
+
+    def more_passes(self, mix):
+        """Passes beyond the first, averaged over a training with that mix."""
+        return (1 - self.feedback_from) * sum(k * share for k, share in enumerate(parse_mix(mix)))
+
+
+def parse_mix(mix):
+    """[share of 1-pass steps, of 2-pass steps, ..]."""
+    return [float(share) for share in mix.split(",")]
 
 
 PAPER = dict(optimizer="muon", muon_lr=0.01, lr=5e-4, weight_decay=0.01, schedule="wsd", warmup_steps=200)
 TOY = dict(optimizer="muon", muon_lr=0.02, lr=3e-3, schedule="wsd", warmup_steps=20,
            dtype="float32")  # in which matrices this small are faster
+SMALL = dict(n_layer=2, n_embd=64, mlp_width=176, mix="0.5,0.4,0.1", feedback_from=0.0, batch_size=64, log_interval=100,
+             eval_interval=500, eval_batches=2, **TOY)
 PRESETS = {
     "tiny": dict(max_steps=800, feedback_from=0.25, **TOY),
-    "running-sum": dict(dataset="running-sum", block_size=32, n_layer=2, n_embd=64, mlp_width=176, mix="0.5,0.4,0.1",
-                        feedback_from=0.0, max_steps=3000, batch_size=64, log_interval=100, eval_interval=500,
-                        eval_batches=2, **TOY),
+    "running-sum": dict(dataset="running-sum", block_size=32, max_steps=1500, **SMALL),
+    "statetrack": dict(dataset="statetrack", block_size=166, max_steps=1000, **SMALL | dict(batch_size=16)),
+    "addition": dict(dataset="addition", max_steps=1500, **SMALL),
     "124m": dict(n_layer=12, n_head=12, n_kv_head=12, n_embd=768, mlp_width=2048, block_size=1024, tokenizer="gpt2",
                  batch_size=16, grad_accum=16, max_steps=5000, log_interval=20, eval_interval=500, **PAPER),
     "1b": dict(vocab_size=100_352, n_layer=24, n_head=16, n_kv_head=8, n_embd=1536, mlp_width=6656, head_gates=True,
@@ -182,6 +199,7 @@ class FullBandwidthGPT(nn.Module):
         self.head = None if config.tied else nn.Linear(D, config.vocab_size, bias=False)
         self.W_U = nn.Linear(D, D, bias=False) if len(config.shares) > 1 else None
         self.W_G = nn.Linear(D, D, bias=False) if len(config.shares) > 1 and config.fusion != "add" else None
+        self.why_not = f"had --mix={config.mix}"  # feed states back
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features ** -0.5)
@@ -270,9 +288,13 @@ class FullBandwidthGPT(nn.Module):
             self.need_feedback("a second pass")
         return list(itertools.islice(self.iterate(idx), k))
 
+    def modes(self):
+        """The decoders that this model has."""
+        return MODES if self.W_U is not None else MODES[:1]
+
     def need_feedback(self, what):
         if self.W_U is None:
-            raise UserError(f"{what} needs a model trained with feedback, and this one had --mix={self.config.mix}")
+            raise UserError(f"{what} needs a model trained with feedback, and this one {self.why_not}")
 
     def readout(self, h):
         """Logits, (.., D) -> (.., V)."""
@@ -302,14 +324,13 @@ class FullBandwidthGPT(nn.Module):
         c = self.config
         keys = sum(r - r * r / (2 * c.block_size) for r in self.reaches())  # the first r positions see fewer
         one = sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2) + (2 * keys + c.vocab_size) * c.n_embd
-        more = (1 - c.feedback_from) * sum(k * share for k, share in enumerate(c.shares))  # passes beyond the first
         fusion = sum(m.weight.numel() for m in (self.W_U, self.W_G) if m is not None)
-        return 6 * (one + more * (one + fusion))
+        return 6 * (one + c.more_passes(c.mix) * (one + fusion))
 
     def load_weights(self, path, tokenizer):
         """Start from a checkpoint of this architecture with the same tokenizer, W_U and W_G missing or not."""
         ckpt = train.load_checkpoint(path, "fullbandwidth")
-        there, here = ({name: w.shape for name, w in weights.items() if name not in ("W_U.weight", "W_G.weight")}
+        there, here = ({name: w.shape for name, w in weights.items() if not name.startswith("W_")}
                        for weights in (ckpt["weights"], self.state_dict()))
         if differing := [name for name in {**there, **here} if there.get(name) != here.get(name)]:
             raise UserError(f"--init_from={path} is of another architecture or vocabulary: {differing[0]} differs")
@@ -400,6 +421,9 @@ def sample_passes(config, seed, step, max_steps):
 
 
 def train_model(run):
+    run.max_steps = round(run.max_steps * (1 + run.config.more_passes(run.config.compute_of or "1")))
+    if run.options.dataset in train.WIKITEXT and run.config.document_end < 0:  # whose documents are lines
+        run.config.document_end = run.data.tokenizer.encode("\n\n=")[-2]
     model = run.start(FullBandwidthGPT(run.config))
     if run.config.init_from and run.step == 0:
         model.load_weights(run.config.init_from, run.data.tokenizer)
@@ -422,9 +446,18 @@ def train_model(run):
 PASSES = (1, 2, 3, 4, 5, 10, 20, 30, 100, 1000)
 
 
+def load_model(path):
+    """A trained model, its Options and its tokenizer. One that was saved before its feedback started is a standard one."""
+    model, options, tokenizer = train.load_model(path, "fullbandwidth", FullBandwidthGPT)
+    step, start = train.load_checkpoint(path, "fullbandwidth")["step"], model.config.feedback_from * options.max_steps
+    if model.W_U is not None and not model.config.init_from and step <= start:
+        model.W_U, model.why_not = None, f"was saved after step {step}, before its feedback starts, after step {start:.0f}"
+    return model, options, tokenizer
+
+
 def load_run(path, n=2):
     """A trained model, its Options, its data and n validation batches, and the passes to look at."""
-    model, options, tokenizer = train.load_model(path, "fullbandwidth", FullBandwidthGPT)
+    model, options, tokenizer = load_model(path)
     data, batches = train.validation_batches(options, tokenizer, model, min(n, options.eval_batches))
     return model, options, data, batches, PASSES if model.W_U is not None else (1,)
 
@@ -477,16 +510,6 @@ def zeroed_loss(model, batches):
     return sum(loss(*batch) for batch in batches).item() / len(batches)
 
 
-@torch.no_grad()
-def drift(model, prompt, mode, n=1000, seed=42):
-    """Of n tokens sampled in mode standard or soft: mean ||h|| in their first and last tenth, share of 4-grams new."""
-    new, = model.generate([prompt], n, mode, seed=seed)
-    idx, tenth = torch.tensor([[*prompt, *new]], device=model.wte.weight.device), max(1, n // 10)
-    h = model.stack(model.embed(idx)) if mode == "standard" else model.recurrent(idx, prefill=len(prompt))
-    norms, grams = h[0, len(prompt):].norm(dim=-1), [tuple(new[i:i + 4]) for i in range(n - 3)]
-    return norms[:tenth].mean().item(), norms[-tenth:].mean().item(), len(set(grams)) / len(grams)
-
-
 def probe(features, labels, groups, folds=4, l2=1.0):
     """Held-out accuracy of L2-regularised logistic regression of labels (N,), 0 or 1, on features (N, D). Groups are
     held out whole."""
@@ -523,96 +546,141 @@ def probe_depths(model, idx, labels, groups, recurrent=(0, 1, 2, 4, None)):
 
 
 def diagnose(path):
-    """Print every diagnostic of a trained run on its validation split and draw passes into RUN/diagnostics.png."""
-    model, options, data, batches, ks = load_run(path)
+    """Print every diagnostic of a trained run on its validation split and draw passes into RUN/passes.png."""
+    path, (model, options, _, batches, ks) = Path(path), load_run(path)
+    out, runs = path if path.is_dir() else path.parent, {("this run", options.seed): path}
     print(f"{path}: mix {model.config.mix}, fusion {model.config.fusion}")
-    curve, modes = pass_curve(model, batches, ks).cpu(), MODES if len(ks) > 1 else MODES[:1]
-    print("\npass (prefill passes)       CE   ||h^(k) - h^(k-1)||")
-    for k, (ce, update) in zip(ks, curve.tolist()):
-        print(f"{k:4d} {f'({k - 1})':>16}   {ce:6.4f}   {update:.3e}")
+    report(passes, runs, out)
     if len(ks) > 1:
         gains = feedback_gains(model, batches[0][0], min(16, model.config.block_size // 2)).log().mean(0).exp()
-        print(f"local contraction rate at the exact states: {gains.mean():.3f}, in the worst row {gains.max():.3f}\n"
-              f"CE of pass 2 with h = 0: {zeroed_loss(model, batches):.4f}")
-    if options.dataset == "running-sum":
-        show_running_sum(model, options)
-    elif options.dataset == "statetrack":
-        show_state_tracking(model, data, modes)
-    else:
-        for mode in modes[:2]:
-            first, last, new = drift(model, batches[0][0][0, :8].tolist(), mode)
-            print(f"1,000 tokens, {mode}: mean ||h|| {first:.2f} in the first tenth, {last:.2f} in the last; "
-                  f"{new:.1%} of the 4-grams are new")
-    figure, axes = train.new_figure(2)
-    draw_passes(axes, ks, curve, "this run")
-    figure.savefig((Path(path) if Path(path).is_dir() else Path(path).parent) / "diagnostics.png", dpi=120)
-
-
-@torch.no_grad()
-def show_running_sum(model, options):
-    """Accuracy on the trained length T and on the T positions behind it, which no window has reached."""
-    T = model.config.block_size
-    idx, targets = train.RunningSumData(options, replace(model.config, block_size=2 * T)).batch("val", 0)
-    idx, targets = idx.to(model.wte.weight.device), targets.to(model.wte.weight.device)
-    states = {f"pass {k}": h for k, h in enumerate(model.passes(idx, len(model.config.shares)), 1)}
-    if model.W_U is not None:
-        states["soft decoding"] = model.recurrent(idx)
-    print(f"\naccuracy at positions    1 .. {T}   {T + 1} .. {2 * T}   (chance {1 / model.config.modulus:.1%})")
-    for name, h in states.items():
-        right = (model.readout(h).argmax(-1) == targets).float()
-        print(f"{name:22} {right[:, :T].mean():9.2%} {right[:, T:].mean():11.2%}")
-
-
-def show_state_tracking(model, data, modes, n=400):
-    """For every task and size that fits: right answers under each decoder, and what probes read at the last token."""
-    prefills = {"standard prefill": 0}
-    if len(modes) > 1:
-        prefills |= {"last 1 recurrent": 1, "last 2 recurrent": 2, "last 4 recurrent": 4, "recurrence": None}
-    print("\nprobes at the last token, by depth from 0, the stack's input (readable is not the same as used)")
-    for task, size in ((task, size) for task, sizes in data.sizes.items() for size in sizes):
-        if data.length(task, size) > data.T:
-            continue
-        texts, labels, groups = zip(*(data.program(task, i, size) for i in range(n)))
-        prompts = [data.tokenizer.encode(text) for text in texts]
-        answers = [[data.tokenizer.ids[data.answers[task][label]]] for label in labels]
-        decoded = {mode: model.generate(prompts, 1, mode, temperature=0) for mode in modes}
-        right = ", ".join(f"{mode} {sum(map(operator.eq, new, answers)) / n:.1%}" for mode, new in decoded.items())
-        print(f"{task}, size {size}; right answers: {right}")
-        idx, labels = (torch.tensor(x, device=model.wte.weight.device) for x in (prompts, labels))
-        for name, row in zip(prefills, probe_depths(model, idx, labels, groups, prefills.values()).tolist()):
-            print(f"  {name:18}" + "".join(f"{value:>8.1%}" for value in row))
+        print(f"\nlocal contraction rate at the exact states: {gains.mean():.3f}, in the worst row {gains.max():.3f}")
+    report(TASKS.get(options.dataset, decoding), runs, out)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sweeps: what the states do when iterated past the training depth.
+# Reports on trained runs, one or a sweep's. A measure of a run yields (title of a table, columns, name of a row, values).
 
-def draw_passes(axes, ks, curve, label):
-    for axis, values, name in zip(axes, curve.T.tolist(), ("validation loss", "||h^(k) - h^(k-1)||")):
-        axis.plot(ks, values, "o-", label=label)
-        axis.set(xlabel="pass k", ylabel=name, xscale="log")
-    axes[1].set(yscale="symlog")
-    axes[0].legend(fontsize="x-small")
+def report(measure, runs, out):
+    """Print the tables of runs {(condition, seed): run}: each row's mean and, of several seeds, its spread below it. Write
+    them into the folder out, MEASURE.csv, and draw those over numbers, MEASURE.png. A row may lack the last columns."""
+    tables, rows = {}, []
+    for (condition, _), run in runs.items():
+        for title, columns, name, values in measure(run):
+            row = tables.setdefault((title, *columns), {}).setdefault(f"{condition}{name}", [])
+            row.append(torch.as_tensor(values).double().cpu())
+    drawn = [key for key in tables if isinstance(key[1], int)]
+    figure, axes = train.new_figure(max(1, len(drawn)))
+    for (title, *columns), figures in tables.items():
+        width = max(map(len, (title, *figures)))
+        print(f"\n{title:{width}}" + "".join(f"{column:>10}" for column in columns))
+        for name, values in figures.items():
+            mean, spread, seeds = torch.stack(values).mean(0), torch.stack(values).std(0, correction=0), len(values)
+            for kind, row in (("mean", mean), ("spread", spread))[:seeds]:
+                print(f"{name if row is mean else '  +-':{width}}" + "".join(f"{value:>10.4g}" for value in row.tolist()))
+                rows.append({"table": title, "condition": name, "seeds": seeds, "of": kind}
+                            | dict(zip(map(str, columns), row.tolist())))
+            if (title, *columns) in drawn:
+                axis = axes[drawn.index((title, *columns))]
+                axis.plot(columns[:len(mean)], mean, "o-", label=name)
+                axis.set(title=title, xscale="symlog", yscale="symlog" if title.startswith("||") else "linear")
+                axis.legend(fontsize="x-small")
+    train.write_csv(out / f"{measure.__name__}.csv", rows)
+    if drawn:
+        figure.savefig(out / f"{measure.__name__}.png", dpi=120)
 
 
-def iterate_runs(runs, out):
-    """Print loss and update size over passes, mean and spread over seeds, and the loss with h = 0, for every condition;
-    write passes.csv and passes.png."""
-    rows, (figure, axes) = [], train.new_figure(2)
-    for condition in dict.fromkeys(condition for condition, _ in runs):
-        curves, zeroed = [], []
-        for model, _, _, batches, ks in (load_run(path) for (name, _), path in runs.items() if name == condition):
-            curves.append(pass_curve(model, batches, ks).cpu())
-            zeroed += [zeroed_loss(model, batches)] if len(ks) > 1 else []
-        mean, spread = torch.stack(curves).mean(0), torch.stack(curves).std(0, correction=0)
-        print(f"\n{condition}" + (f"; loss of pass 2 with h = 0: {sum(zeroed) / len(zeroed):.3f}" if zeroed else ""))
-        for k, (loss, update), (loss_std, update_std) in zip(ks, mean.tolist(), spread.tolist()):
-            rows.append({"condition": condition, "seeds": len(curves), "pass": k, "loss": loss, "loss_std": loss_std,
-                         "update": update, "update_std": update_std})
-            print(f"  pass {k:4d}   loss {loss:.4f} +- {loss_std:.4f}   update {update:.2e} +- {update_std:.1e}")
-        draw_passes(axes, ks, mean, condition)
-    train.write_csv(out / "passes.csv", rows)
-    figure.savefig(out / "passes.png", dpi=120)
-    print(f"\nwritten to {out}/passes.csv and passes.png")
+def passes(run):
+    """Loss and update size over passes, pass k being k - 1 fused prefill passes; the loss of the token path alone."""
+    model, _, _, batches, ks = load_run(run)
+    losses, updates = pass_curve(model, batches, ks).T
+    yield "validation loss of pass", PASSES, "", losses
+    yield "||h^(k) - h^(k-1)|| of pass", PASSES, "", updates
+    if model.W_U is not None:
+        yield "loss of pass 2", ["with h = 0"], "", [zeroed_loss(model, batches)]
+
+
+def fusion(run):
+    """As `passes`; and the mean norms of the fusion's two paths over training."""
+    yield from passes(run)
+    log = [row for row in train.read_csv(run / "log.csv") if "val_state_path" in row]
+    for name in ("state", "token"):
+        yield "norm of path at step", [row["step"] for row in log], f", {name}", [row[f"val_{name}_path"] for row in log]
+
+
+@torch.no_grad()
+def decoding(run, n=1000):
+    """Of n tokens sampled in modes standard and soft: mean ||h|| in their first and last tenth, share of 4-grams new."""
+    model, _, _, batches, _ = load_run(run)
+    prompt = batches[0][0][0, :8].tolist()
+    for mode in model.modes()[:2]:
+        new, = model.generate([prompt], n, mode, seed=42)
+        idx = torch.tensor([[*prompt, *new]], device=model.wte.weight.device)
+        h = model.stack(model.embed(idx)) if mode == "standard" else model.recurrent(idx, prefill=len(prompt))
+        norms, grams = h[0, len(prompt):].norm(dim=-1), {tuple(new[i:i + 4]) for i in range(n - 3)}
+        yield "1,000 tokens", ("first ||h||", "last ||h||", "new"), f", {mode}", [
+            norms[:n // 10].mean(), norms[-(n // 10):].mean(), len(grams) / (n - 3)]
+
+
+@torch.no_grad()
+def running_sum(run):
+    """Share of right sums on the trained length T and on the T positions behind it, which no window has reached."""
+    model, options, *_ = load_run(run)
+    T, device = model.config.block_size, model.wte.weight.device
+    data = train.RunningSumData(options, replace(model.config, block_size=2 * T))
+    idx, targets = (x.to(device) for x in data.batch("val", 0))
+    states = [*model.passes(idx, 3), model.recurrent(idx)] if model.W_U is not None else model.passes(idx, 1)
+    right = torch.stack([model.readout(h).argmax(-1) == targets for h in states]).double()
+    for where, part in (("1 .. T", right[..., :T]), ("T + 1 .. 2 T", right[..., T:])):
+        yield f"right sums at {where}", ("pass 1", "pass 2", "pass 3", "soft"), "", part.mean((1, 2))
+
+
+def addition(run, n=500):
+    """Of n held-out sums, the share answered right and the mean length, up to the model's own end mark."""
+    model, _, data, *_ = load_run(run)
+    (idx, targets), start, end = data.encode(*data.operands("val", 0, n)), 2 * data.digits + 2, data.vocab.index("§")
+    answers = [row[row >= 0].tolist() for row in targets]
+    new = [model.generate(idx[:, :start].tolist(), 2 * data.digits, mode, temperature=0, stop=[end])
+           for mode in model.modes()]
+    yield "right answers", MODES, "", [sum(map(operator.eq, rows, answers)) / n for rows in new]
+    yield "tokens in an answer", MODES, "", [sum(map(len, rows)) / n for rows in new]
+
+
+def statetrack(run, n=400):
+    """For every task and size that fits, right answers under each decoder and what probes read at the last token, at
+    each depth of the residual stream; beside it the same of the model before training, which is readable too."""
+    model, options, data, *_ = load_run(run)
+    torch.manual_seed(options.seed)
+    untrained = FullBandwidthGPT(model.config).to(model.wte.weight.device).eval()
+    prefills = {"standard prefill": 0}
+    if model.W_U is not None:
+        prefills |= {"last 1 recurrent": 1, "last 2 recurrent": 2, "last 4 recurrent": 4, "recurrence": None}
+    cases = [(task, size, 16) for task, sizes in data.sizes.items() for size in sizes]
+    for task, size, writes in (*cases, ("registers", 8, 32), ("registers", 8, 64)):
+        texts, labels, groups = zip(*(data.program(task, i, size, writes) for i in range(n)))
+        prompts = [data.tokenizer.encode(text) for text in texts]
+        if len(prompts[0]) > data.T:
+            continue
+        case = f"{task}, size {size}" + f", {writes} writes" * (task == "registers")
+        answers = [[data.tokenizer.ids[data.answers[task][label]]] for label in labels]
+        yield f"{case}: right answers", MODES, "", [
+            sum(map(operator.eq, model.generate(prompts, 1, mode, temperature=0), answers)) / n for mode in model.modes()]
+        idx, labels = (torch.tensor(x, device=model.wte.weight.device) for x in (prompts, labels))
+        for who, probed in (("", model), (", untrained", untrained)):
+            for prefill, row in zip(prefills, probe_depths(probed, idx, labels, groups, prefills.values())):
+                yield f"{case}: probes", [f"depth {i}" for i in range(len(row))], f"{who}, {prefill}", row
+
+
+TASKS = {"running-sum": running_sum, "addition": addition, "statetrack": statetrack}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sweeps: the same size and data with and without feedback, at equal steps and at equal compute; without each stabiliser.
+
+def beside_standard(mixes, **fields):
+    """Conditions: a standard model of equal steps, one of equal compute as the last mix, and the mixes."""
+    mixes = {"standard": dict(mix="1"), "standard-equal-compute": dict(mix="1", compute_of=list(mixes.values())[-1])} | {
+        name: dict(mix=mix) for name, mix in mixes.items()}
+    return {name: mix | fields for name, mix in mixes.items()}
 
 
 MIXES = {"75+25": "0.75,0.25", "75+22+3": "0.75,0.22,0.03"}
@@ -620,11 +688,12 @@ WITHOUT = {"depth-scale": dict(depth_scale=False), "input-norm": dict(input_norm
            "prefix-mix": dict(prefix_mix=False), "tying": dict(tied=False)}
 WITHOUT["stabiliser"] = {field: value for fields in WITHOUT.values() for field, value in fields.items()}  # none of them
 SWEEPS = {
-    "passes": ({"1": dict(mix="1")} | {name: dict(mix=mix) for name, mix in MIXES.items()}, iterate_runs),
+    "passes": (beside_standard(MIXES), functools.partial(report, passes)),
     "stabilisers": ({f"no-{name}-{mix}": fields | dict(mix=MIXES[mix])
-                     for name, fields in WITHOUT.items() for mix in MIXES}, iterate_runs),
-    "fusion": ({fusion: dict(fusion=fusion) for fusion in ("gated", "add", "concat")}, iterate_runs),
-}
+                     for name, fields in WITHOUT.items() for mix in MIXES}, functools.partial(report, passes)),
+    "fusion": ({name: dict(fusion=name) for name in ("gated", "add", "concat")}, functools.partial(report, fusion)),
+} | {task: (beside_standard({"feedback": "0.5,0.4,0.1"}, dataset=task), functools.partial(report, measure))
+     for task, measure in TASKS.items()}  # each with --preset of that name
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -651,7 +720,7 @@ def main(argv):
     a = Arguments(**values)
     if "prompt" not in values:
         return diagnose(path)
-    model, _, tokenizer = train.load_model(path, "fullbandwidth", FullBandwidthGPT)
+    model, _, tokenizer = load_model(path)
     if tokenizer.spec["name"] == "regex" and (missing := tokenizer.missing(a.prompt)):
         print(f"warning: read as <unk>, since the training text lacks them: {missing}", file=sys.stderr)
     new, = model.generate([tokenizer.encode(a.prompt)], a.max_new_tokens, a.mode, a.prefill_passes, a.temperature,

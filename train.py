@@ -470,7 +470,7 @@ class TextData:
 
 class AdditionData:
     """Sums made on the fly, `1750+4733= 3846§`: two numbers of `digits` digits, the answer reversed (so that carries run
-    forwards), an end mark, padding. Targets are -1 where there is no loss: before the answer and after its end.
+    forwards) unless the config's reversed_answers is False, an end mark, padding. Targets are -1 where there is no loss: before the answer and after its end.
 
     A pair is held out if a hash of it, the same for a + b and b + a, falls into one bucket of 32: no training batch draws
     such a pair, and the validation split draws no other, the same ones at every seed.
@@ -479,6 +479,7 @@ class AdditionData:
 
     def __init__(self, options, config):
         self.options, self.digits, self.T = options, config.digits, 3 * config.digits + 4
+        self.reversed_answers = getattr(config, "reversed_answers", True)
         self.tokenizer = Tokenizer("char", self.vocab)
         self.vocab_size = self.tokenizer.vocab_size
         self.batches_per_epoch = max(1, (9 * 10 ** (self.digits - 1)) ** 2 // options.batch_size)
@@ -505,7 +506,8 @@ class AdditionData:
         digit = lambda x, places: x[:, None] // 10 ** np.array(places) % 10
         size = np.where(a + b >= 10 ** d, d + 1, d)[:, None]  # digits of the answer
         place = np.arange(d + 2)
-        answer = np.where(place < size, digit(a + b, range(d + 2)), np.where(place == size, end, pad))
+        power = place if self.reversed_answers else np.maximum(size - 1 - place, 0)
+        answer = np.where(place < size, digit(a + b, power), np.where(place == size, end, pad))
         most_first = range(d - 1, -1, -1)
         rows = torch.from_numpy(np.hstack([digit(a, most_first), column(plus), digit(b, most_first), column(equals),
                                            column(space), answer]))
@@ -717,8 +719,9 @@ def compile_blocks(model, device, choice):
 
 
 def build_optimizers(model, o):
-    """AdamW, decaying matrices only; with --optimizer=muon the blocks' matrices go to Muon instead."""
-    muon = [p for p in model.blocks.parameters() if p.ndim == 2] if o.optimizer == "muon" else []
+    """AdamW, decaying matrices only; with --optimizer=muon the matrices of the blocks and of the feedback go to Muon."""
+    muon = [p for name, p in model.named_parameters()
+            if p.ndim == 2 and name.startswith(("blocks.", "W_")) and o.optimizer == "muon"]
     rest = [p for p in model.parameters() if not any(p is m for m in muon)]
     groups = [{"params": [p for p in rest if p.ndim >= 2], "weight_decay": o.weight_decay},
               {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}]

@@ -261,7 +261,8 @@ def test_pass_counts_follow_the_schedule_and_depend_on_seed_and_step_only():
     (dict(mix="0.5,0.4"), "sum to 1"), (dict(mix="1.5,-0.5"), "sum to 1"), (dict(mix="most"), "sum to 1"),
     (dict(mix="1,0"), "the last above 0"), (dict(window=-1), "window"),
     (dict(n_embd=100, n_head=8), "not --n_head=8 times an even width"), (dict(n_kv_head=3), "--n_kv_head=3"),
-    (dict(feedback_from=1.0), "feedback_from"), (dict(modulus=1), "modulus"), (dict(jitter=-1.0), "jitter")])
+    (dict(feedback_from=1.0), "feedback_from"), (dict(digits=9), "digits"), (dict(compute_of="1,1"), "--mix=1,1"),
+    (dict(modulus=1), "modulus"), (dict(jitter=-1.0), "jitter")])
 def test_impossible_configs_are_refused(fields, message):
     with pytest.raises(UserError, match=message):
         Config(**fields)
@@ -483,6 +484,21 @@ def test_statetrack_programs_are_balanced_and_share_a_length_within_a_group():
         assert [text.count(f"r{i} = ") for i in range(size)] == [writes // size] * size
 
 
+def test_sums_are_answered_highest_digit_first_unless_told_otherwise():
+    for digits in (2, 4):
+        for reverse in (False, True):
+            config = Config(digits=digits, reversed_answers=reverse)
+            data = train.load_data(train.Options(dataset="addition", batch_size=200), config)
+            carried = set()
+            for row, target in zip(*data.batch("train", 5)):
+                text = data.tokenizer.decode(row.tolist())
+                a, b, answer = re.fullmatch(r"(\d+)\+(\d+)= (\d+)(?:§_?)?", text).groups()
+                assert answer == (str(int(a) + int(b))[::-1] if reverse else str(int(a) + int(b)))
+                assert data.tokenizer.decode(target[target >= 0].tolist()) == f" {answer}§"
+                carried.add(len(answer))
+            assert carried == {digits, digits + 1}
+
+
 def test_other_models_are_told_whose_task_it_is():
     import looped_gpt
     for dataset in ("running-sum", "statetrack"):
@@ -526,6 +542,81 @@ def test_resuming_makes_the_same_draws(tmp_path):
     assert len({"ce_2" in r for r in whole[1:]}) == len({"ce_3" in r for r in whole[1:]}) == 2
 
 
+def test_muon_gets_the_matrices_of_the_blocks_and_of_the_feedback():
+    model, *_ = small()
+    adamw, muon = train.build_optimizers(model, train.Options(optimizer="muon"))
+    names = {name for name, p in model.named_parameters() if any(p is q for g in muon.param_groups for q in g["params"])}
+    assert {"W_U.weight", "W_G.weight", "blocks.0.attn.qkv.weight"} <= names
+    assert names == {n for n, p in model.named_parameters() if p.ndim == 2} - {"wte.weight"}
+    assert sum(len(g["params"]) for g in adamw.param_groups) + len(names) == len(list(model.parameters()))
+
+
+def test_a_checkpoint_from_before_the_feedback_is_a_standard_model(tmp_path):
+    train.main(["fullbandwidth", *TINY, "--lr=0", "--feedback_from=0.9", f"--out_dir={tmp_path}"])  # best.pt stays at step 0
+    with pytest.raises(UserError, match="--mode=soft needs a model trained with feedback, .* saved after step 0"):
+        fullbandwidth.main([str(tmp_path / "best.pt"), "--prompt=01", "--mode=soft"])
+    fullbandwidth.main([str(tmp_path / "ckpt.pt"), "--prompt=01", "--mode=soft", "--max_new_tokens=2"])
+    *_, ks = fullbandwidth.load_run(tmp_path / "best.pt")
+    assert ks == (1,)
+
+
+def test_in_wikitext_the_position_after_a_line_gets_no_feedback(tmp_path):
+    for split in ("train", "val", "test"):
+        (tmp_path / f"wikitext-2-{split}.txt").write_text("= ab =\n\nabba = b\n\n" * 40)
+    for tokenizer, end in (("char", "\n"), ("regex", "\n\n")):
+        train.main(["fullbandwidth", *TINY, "--dataset=wikitext-2", f"--tokenizer={tokenizer}", "--max_steps=1",
+                    f"--data_dir={tmp_path}", f"--out_dir={tmp_path}/{tokenizer}"])
+        model, _, vocabulary = fullbandwidth.load_model(tmp_path / tokenizer)
+        assert vocabulary.vocab[model.config.document_end] == end
+
+
+# Reports on trained runs
+
+def test_running_sums_are_counted_within_and_beyond_the_trained_length(tmp_path):
+    train.main(["fullbandwidth", *TINY, "--feedback_from=0", f"--out_dir={tmp_path}"])
+    model, options, *_ = fullbandwidth.load_run(tmp_path)
+    idx, targets = train.RunningSumData(options, Config(block_size=32)).batch("val", 0)
+    with torch.no_grad():
+        states = model.passes(idx, 32)
+    within, beyond = fullbandwidth.running_sum(tmp_path)
+    for part, (*_, figures) in ((slice(16), within), (slice(16, 32), beyond)):
+        for h, figure in zip((states[0], states[1], states[2], states[31]), figures, strict=True):
+            right = model.readout(h).argmax(-1)[:, part] == targets[:, part]
+            assert figure == pytest.approx(right.sum().item() / right.numel())
+
+
+def test_answers_to_sums_are_judged_whole_and_end_with_the_models_own_end_mark(tmp_path, monkeypatch):
+    train.main(["fullbandwidth", *TINY, "--dataset=addition", "--digits=2", "--max_steps=1", f"--out_dir={tmp_path}"])
+    read = train.Tokenizer("char", train.AdditionData.vocab)
+
+    def generate(model, prompts, n, mode, temperature, stop):
+        answers = [str(eval(read.decode(prompt).rstrip("="))) for prompt in prompts]
+        if mode == "soft":  # wrong in the last digit, where the first sum is
+            answers[0] = answers[0][:-1] + str((int(answers[0][-1]) + 1) % 10)
+        assert read.decode(stop) == "§" and temperature == 0
+        return [read.encode(f" {answer}" + "§" * (mode != "fused")) for answer in answers]
+    monkeypatch.setattr(FullBandwidthGPT, "generate", generate)
+    (*_, right), (*_, lengths) = fullbandwidth.addition(tmp_path, n=20)
+    assert right == [1, 0.95, 0]
+    assert lengths[0] == lengths[1] == lengths[2] + 1 and 4 <= lengths[0] <= 5  # a space, 2 or 3 digits, the end mark
+
+
+def test_probes_stand_beside_those_of_the_model_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(train.StateTrackData, "sizes", {"memory": (0,), "registers": (1, 2, 4, 8)})
+    arguments = ["fullbandwidth", *TINY, "--dataset=statetrack", "--feedback_from=0", "--max_steps=1"]
+    train.main([*arguments, "--lr=0", f"--out_dir={tmp_path}/same"])
+    train.main([*arguments, "--lr=0.1", f"--out_dir={tmp_path}/other"])
+    for name in ("same", "other"):
+        rows = list(fullbandwidth.statetrack(tmp_path / name, n=32))
+        assert {title for title, *_ in rows if "right" in title} == {
+            "memory, size 0: right answers", *(f"registers, size {m}, 16 writes: right answers" for m in (1, 2, 4, 8))}
+        probes = {(title, row): values.tolist() for title, _, row, values in rows if "probes" in title}
+        trained = {key: values for key, values in probes.items() if "untrained" not in key[1]}
+        assert len(trained) == 5 * 5 == len(probes) / 2
+        same = all(values == probes[title, f", untrained{row}"] for (title, row), values in trained.items())
+        assert same == (name == "same")
+
+
 # The command line
 
 def test_help_lists_every_field_with_its_meaning(capsys):
@@ -544,8 +635,8 @@ def test_every_diagnostic_and_every_mode_of_a_trained_run(tmp_path, capsys):
     capsys.readouterr()
     fullbandwidth.main([str(out)])
     text = capsys.readouterr().out
-    assert "pass (prefill passes)" in text and "contraction rate" in text and "soft decoding" in text
-    assert (out / "diagnostics.png").exists()
+    assert "validation loss of pass" in text and "contraction rate" in text and "right sums at T + 1 .. 2 T" in text
+    assert (out / "passes.png").exists()
     texts = []
     for mode in fullbandwidth.MODES:
         fullbandwidth.main([str(out), "--prompt=0110", f"--mode={mode}", "--max_new_tokens=40", "--stop=2"])
@@ -560,10 +651,19 @@ def test_every_diagnostic_and_every_mode_of_a_trained_run(tmp_path, capsys):
 
 def test_a_sweep_reports_losses_and_updates_over_passes(tmp_path, monkeypatch):
     conditions, report = fullbandwidth.SWEEPS["passes"]
-    few = {name: conditions[name] for name in ("1", "75+22+3")}
+    few = {name: conditions[name] for name in ("standard-equal-compute", "75+22+3")}
     monkeypatch.setitem(fullbandwidth.SWEEPS, "passes", (few, report))
-    train.main(["fullbandwidth", *TINY[:-1], "--max_steps=2", "--sweep=passes", "--seeds=1,2", f"--out_dir={tmp_path}"])
-    rows = train.read_csv(tmp_path / "passes.csv")
-    assert [(r["condition"], r["pass"]) for r in rows] == [(1, 1), *(("75+22+3", k) for k in fullbandwidth.PASSES)]
-    assert all(r["seeds"] == 2 and math.isfinite(r["loss"] + r["update"]) for r in rows)
+    train.main(["fullbandwidth", *TINY[:-1], "--max_steps=20", "--sweep=passes", "--seeds=1,2", f"--out_dir={tmp_path}"])
+    standard, std, fed, _, *others = train.read_csv(tmp_path / "passes.csv")
+    assert (standard["condition"], fed["condition"], std["of"], fed["seeds"]) == (*few, "spread", 2)
+    curves = []
+    for seed in (1, 2):
+        model, _, _, batches, _ = fullbandwidth.load_run(tmp_path / f"75+22+3-seed{seed}")
+        curves.append(fullbandwidth.pass_curve(model, batches))
+        log = train.read_csv(tmp_path / f"standard-equal-compute-seed{seed}" / "log.csv")
+        assert log[-1]["step"] == 24  # 5 steps of one pass, 15 of 1.28 passes in the mean
+    for i, k in enumerate(fullbandwidth.PASSES):
+        assert fed[str(k)] == pytest.approx(sum(c[i, 0].item() for c in curves) / 2, rel=1e-6)
+        assert (str(k) in standard) == (k == 1)
+    assert {r["table"] for r in others} == {"||h^(k) - h^(k-1)|| of pass", "loss of pass 2"}
     assert (tmp_path / "passes.png").exists()
