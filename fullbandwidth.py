@@ -422,7 +422,7 @@ def sample_passes(config, seed, step, max_steps):
 
 def train_model(run):
     run.max_steps = round(run.max_steps * (1 + run.config.more_passes(run.config.compute_of or "1")))
-    if run.options.dataset in train.WIKITEXT and run.config.document_end < 0:  # whose documents are lines
+    if run.options.dataset.startswith("wikitext-") and run.config.document_end < 0:  # whose documents are lines
         run.config.document_end = run.data.tokenizer.encode("\n\n=")[-2]
     model = run.start(FullBandwidthGPT(run.config))
     if run.config.init_from and run.step == 0:

@@ -12,7 +12,7 @@ only a loss that sees the scale (a raw readout, a norm penalty), or a loop witho
 
 Letters: B batch, T tokens, D width, V vocabulary, K loops, H_k the (B, T, D) state after loop k; u = H / s, s = ||H||.
 """
-import copy, math, sys, time
+import copy, math, statistics, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -193,12 +193,9 @@ class LoopedGPT(nn.Module):
 
     def exit_probabilities(self, rows):
         """p_k = g_k prod_{j<k} (1 - g_j), g = sigmoid(gate(r(H))), the last loop taking the rest: (K, B T), columns sum to 1."""
-        g = [torch.sigmoid(self.gate(h))[:, 0].to(h.dtype) for h in rows[:-1]]
-        left, p = torch.ones_like(rows[0][:, 0]), []
-        for g_k in g:
-            p.append(left * g_k)
-            left = left * (1 - g_k)
-        return torch.stack(p + [left])
+        g = torch.sigmoid(self.gate(torch.stack(rows)))[..., 0].to(rows[0].dtype)  # (K, B T)
+        one = torch.ones_like(g[:1])
+        return torch.cat([g[:-1], one]) * torch.cat([one, (1 - g[:-1]).cumprod(0)])
 
     def flops_per_token(self):
         """Training FLOPs per token: 6 per weight and loop, and causal attention's 6 T D per layer and loop."""
@@ -249,11 +246,10 @@ def train_model(run):
                 loss, metrics = model.loss(idx, targets)
             run.backward(loss, metrics)
         run.update()
-    rows = [row for row in run.rows if "val_loss" in row]
-    for first, last in zip(rows[:1], rows[-1:]):
-        run.say(f"validation loss {first['val_loss']:.2f} -> {last['val_loss']:.2f}, mean ||H_K|| "
-                f"{first['val_final_norm']:.1f} -> {last['val_final_norm']:.1f}: see {run.out}/curves.png, then run\n"
-                f"python looped_gpt.py {run.out}")
+    first, *_, last = [row for row in run.rows if "val_loss" in row] * 2
+    run.say(f"validation loss {first['val_loss']:.2f} -> {last['val_loss']:.2f}, "
+            f"mean ||H_K|| {first['val_final_norm']:.1f} -> {last['val_final_norm']:.1f}: "
+            f"see {run.out}/curves.png, then run\npython looped_gpt.py {run.out}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -267,10 +263,8 @@ def mean_over(batches, function):
 @torch.no_grad()
 def loss_per_loop(model, batches, num_loops=None, clamp=None):
     """Cross-entropy in nats of every loop's readout, (K,); PPL is its exp."""
-    def ce(idx, targets):
-        states = model.states(idx, num_loops, clamp)
-        return torch.stack([token_loss(model, h, k, targets).mean() for k, h in enumerate(states, 1)])
-    return mean_over(batches, ce)
+    return mean_over(batches, lambda idx, targets: torch.stack([
+        token_loss(model, h, k, targets).mean() for k, h in enumerate(model.states(idx, num_loops, clamp), 1)]))
 
 
 def token_loss(model, h, k, targets):
@@ -308,11 +302,8 @@ def scale_dynamics(model, batches, num_loops=30):
     increment, the angular step to loop k + 1, and angular step * s_k, which should stay about constant."""
     def dynamics(idx, targets):
         states = model.states(idx, num_loops)
-        rows = []
-        for before, after in zip(states, states[1:]):
-            s, radial, angular = scale_and_direction(before, after)
-            rows.append(torch.stack([s.mean(), radial.mean(), angular.mean(), (angular * s).mean()]))
-        return torch.stack(rows)
+        s, radial, angular = scale_and_direction(torch.stack(states[:-1]), torch.stack(states[1:]))  # (num_loops - 1, B, T)
+        return torch.stack([x.mean((1, 2)) for x in (s, radial, angular, angular * s)], 1)
     return mean_over(batches, dynamics)
 
 
@@ -324,7 +315,8 @@ def lemma2_prediction(model, h):
     radial increment is a_rad + O(1/s), the angular step ||b_perp|| / s + O(1/s^2).
     """
     s, u = h.norm(dim=-1), F.normalize(h, dim=-1)
-    b = sum(block.attn(rms_direction(block.norm1, u)) + block.ffn(rms_direction(block.norm2, u)) for block in model.blocks)
+    x = u * math.sqrt(u.shape[-1])  # the RMSNorm, but for its gain, of so large a state that eps does not matter
+    b = sum(block.attn(x * block.norm1.gain) + block.ffn(x * block.norm2.gain) for block in model.blocks)
     a_rad = (b * u).sum(-1)
     return a_rad, (b - a_rad[..., None] * u).norm(dim=-1) / s
 
@@ -341,31 +333,31 @@ def lemma2_remainders(model, h, factors=(1, 10, 100, 1000)):
     return torch.stack(rows)
 
 
-def rms_direction(norm, u):
-    """RMSNorm of a state in the direction u and so large that eps does not matter."""
-    return u * math.sqrt(u.shape[-1]) * norm.gain
-
-
 @torch.no_grad()
 def norm_quantiles(model, batches):
     """Mean, median, p99, max and std of ||H_K|| over tokens."""
     norms = torch.cat([model.states(idx)[-1].norm(dim=-1).flatten() for idx, _ in batches]).float()
-    return {"mean": norms.mean().item(), "median": norms.median().item(), "p99": norms.quantile(0.99).item(),
-            "max": norms.max().item(), "std": norms.std().item()}
+    values = dict(mean=norms.mean(), median=norms.median(), p99=norms.quantile(0.99), max=norms.max(), std=norms.std())
+    return {name: value.item() for name, value in values.items()}
+
+
+def timed(function):
+    """(result, seconds) of a function whose result is on the CPU: the best of 3 calls."""
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        result = function()
+        seconds.append(time.perf_counter() - start)
+    return result, min(seconds)
 
 
 @torch.no_grad()
 def frontier(model, batches):
-    """[(K, PPL, tokens/s)] for exits after K = 1 .. num_loops: one checkpoint, several speeds. Timed, best of 3 passes."""
-    points = []
-    for K in range(1, model.config.num_loops + 1):
-        seconds = []
-        for _ in range(3):
-            start = time.perf_counter()
-            ce = mean_over(batches, lambda idx, targets: token_loss(model, model.states(idx, K)[-1], K, targets).mean()).item()
-            seconds.append(time.perf_counter() - start)
-        points.append((K, train.perplexity(ce), sum(idx.numel() for idx, _ in batches) / min(seconds)))
-    return points
+    """[(K, PPL, tokens/s)] for exits after K = 1 .. num_loops: one checkpoint, several speeds."""
+    def ce(K):
+        return mean_over(batches, lambda idx, targets: token_loss(model, model.states(idx, K)[-1], K, targets).mean()).item()
+    timings = [(K, *timed(lambda: ce(K))) for K in range(1, model.config.num_loops + 1)]
+    return [(K, train.perplexity(ce), sum(idx.numel() for idx, _ in batches) / seconds) for K, ce, seconds in timings]
 
 
 def sequence_margin(model, h, k):
@@ -381,13 +373,12 @@ def calibrate_halting(model, batches, tolerance=1.01):
     margins, losses = [], []
     for idx, targets in batches:
         states = list(enumerate(model.states(idx), 1))
-        margins.append(torch.stack([sequence_margin(model, h, k) for k, h in states])[:-1])
+        margins.append(torch.stack([sequence_margin(model, h, k) for k, h in states]))
         losses.append(torch.stack([token_loss(model, h, k, targets).mean(1) for k, h in states]))
-    margins, losses = torch.cat(margins, 1), torch.cat(losses, 1)  # (K - 1, N), (K, N)
-    limit = losses[-1].mean() + math.log(tolerance)
-    for threshold in margins.flatten().sort().values:
-        passed = torch.cat([margins >= threshold, torch.ones_like(margins[:1], dtype=torch.bool)])
-        exit_loop = passed.int().argmax(0)  # the first loop that passes
+    margins, losses = torch.cat(margins, 1), torch.cat(losses, 1)  # (K, N)
+    limit, margins[-1] = losses[-1].mean() + math.log(tolerance), math.inf  # who passes nowhere leaves at the end
+    for threshold in margins[:-1].flatten().sort().values:
+        exit_loop = (margins >= threshold).int().argmax(0)  # the first loop that passes
         if losses.gather(0, exit_loop[None]).mean() <= limit:
             return threshold.item()
     return math.inf
@@ -413,18 +404,15 @@ def halting_states(model, idx, threshold):
 
 @torch.no_grad()
 def halting(model, batches, threshold):
-    """{average loops, PPL, tokens/s} of halting at a calibrated threshold, with real skipping. Timed, best of 3 passes."""
-    seconds, total = [], 0.0
-    for _ in range(3):
-        start = time.perf_counter()
+    """{average loops, PPL, tokens/s} of halting at a calibrated threshold, with real skipping."""
+    def halt():
         results = [halting_states(model, idx, threshold) for idx, _ in batches]
-        average = torch.cat([loops for _, loops in results]).float().mean().item()  # waits for the device
-        seconds.append(time.perf_counter() - start)
-    for (h, loops), (_, targets) in zip(results, batches):
-        for k in loops.unique().tolist():
-            total += token_loss(model, h[loops == k], k, targets[loops == k]).mean(1).sum().item()
-    return {"loops": average, "ppl": train.perplexity(total / sum(len(idx) for idx, _ in batches)),
-            "tokens_per_sec": sum(idx.numel() for idx, _ in batches) / min(seconds)}
+        return results, torch.cat([loops for _, loops in results]).float().mean().item()  # waits for the device
+    (results, average), seconds = timed(halt)
+    losses = [token_loss(model, h[loops == k], k, targets[loops == k]).mean(1)
+              for (h, loops), (_, targets) in zip(results, batches) for k in loops.unique().tolist()]
+    return {"loops": average, "ppl": train.perplexity(torch.cat(losses).mean().item()),
+            "tokens_per_sec": sum(idx.numel() for idx, _ in batches) / seconds}
 
 
 def diagnose(path):
@@ -460,9 +448,7 @@ def diagnose(path):
 
     figure, axes = train.new_figure(3)
     loops = range(1, len(dynamics) + 1)
-    axes[0].plot(loops, dynamics[:, 0], label="scale s")
-    axes[0].plot(loops, dynamics[:, 2], label="angular step")
-    axes[0].plot(loops, dynamics[:, 3], label="angular step * s")
+    axes[0].plot(loops, dynamics[:, [0, 2, 3]], label=["scale s", "angular step", "angular step * s"])
     axes[0].axvline(c.num_loops, color="gray", linestyle=":", label="trained K")
     axes[0].set(xlabel="loop", yscale="log", title="Lemma 2: scale and direction")
     axes[0].legend()
@@ -487,32 +473,30 @@ def model_directory(path):
 
 def table1(runs, out):
     """Print PPL per loop and final norm of every condition, mean (and spread over seeds); write table1.csv, table1.png."""
-    conditions = list(dict.fromkeys(condition for condition, _ in runs))
-    rows, figure_rows = [], {}
-    for condition in conditions:
-        logs = [train.read_csv(path / "log.csv") for (name, _), path in runs.items() if name == condition]
-        last = [log[-1] for log in logs]
-        K = max(int(name[7:]) for name in last[0] if name.startswith("val_ce_"))
-        columns = {f"ppl_{k}": torch.tensor([train.perplexity(row[f"val_ce_{k}"]) for row in last]) for k in range(1, K + 1)}
-        columns["final_norm"] = torch.tensor([row["val_final_norm"] for row in last])
-        rows.append({"condition": condition, "seeds": len(last)} | {
-            f"{name}{suffix}": value.item() for name, values in columns.items()
-            for suffix, value in (("", values.mean()), ("_std", values.std(correction=0)))})
-        figure_rows[condition] = logs[0]
+    rows, logs = [], {}
+    for (condition, _), path in runs.items():
+        logs.setdefault(condition, []).append(train.read_csv(path / "log.csv"))
+    for condition, of_seeds in logs.items():
+        last = [log[-1] for log in of_seeds]
+        names = [name for name in last[0] if name.startswith("val_ce_")]
+        columns = {f"ppl_{name[7:]}": [train.perplexity(row[name]) for row in last] for name in names}
+        columns["final_norm"] = [row["val_final_norm"] for row in last]
+        rows.append({"condition": condition, "seeds": len(last)})
+        for name, values in columns.items():
+            rows[-1] |= {name: statistics.mean(values), f"{name}_std": statistics.pstdev(values)}
     train.write_csv(out / "table1.csv", rows)
-    print(f"\n{'condition':28}" + "".join(f"{'PPL ' + str(k):>16}" for k in range(1, K + 1)) + f"{'mean ||H_K||':>18}")
+    print(f"\n{'condition':28}" + "".join(f"{name.replace('ppl_', 'PPL '):>18}" for name in columns))
     for row in rows:
-        cells = [f"{row[name]:.2f}" + (f" +- {row[name + '_std']:.2f}" if row["seeds"] > 1 else "")
-                 for name in (*(f"ppl_{k}" for k in range(1, K + 1)), "final_norm")]
-        print(f"{row['condition']:28}" + "".join(f"{cell:>16}" for cell in cells[:-1]) + f"{cells[-1]:>18}")
+        cells = [f"{row[name]:.2f}" + f" +- {row[name + '_std']:.2f}" * (row["seeds"] > 1) for name in columns]
+        print(f"{row['condition']:28}" + "".join(f"  {cell:>16}" for cell in cells))
     figure, axes = train.new_figure(2)
-    for row, (condition, log) in zip(rows, figure_rows.items()):
+    for row, (condition, (log, *_)) in zip(rows, logs.items()):
         points = [(r["step"], r["val_final_norm"]) for r in log if "val_final_norm" in r]
         axes[0].plot(*zip(*points), label=condition)
-        axes[1].plot(range(1, K + 1), [row[f"ppl_{k}"] for k in range(1, K + 1)], "o-", label=condition)
+        axes[1].plot(range(1, len(names) + 1), [row[f"ppl_{name[7:]}"] for name in names], "o-", label=condition)
     axes[0].set(xlabel="step", ylabel="mean ||H_K||", yscale="log", title="Only a visible scale stays controlled")
     axes[1].set(xlabel="exit after loop", ylabel="validation perplexity", yscale="log", title="Dense supervision trains exits")
-    axes[1].set_xticks(range(1, K + 1))
+    axes[1].set_xticks(range(1, len(names) + 1))
     axes[1].legend(fontsize="x-small")
     figure.savefig(out / "table1.png", dpi=120)
     print(f"\nwritten to {out}/table1.csv and table1.png")
@@ -541,9 +525,7 @@ class Arguments:
     seed: int = 42  # seed of the sampling
 
     def __post_init__(self):
-        check_at_least(self, 0, "max_new_tokens", "temperature", "top_k")
-        if not 0 <= self.seed < 1 << 63:
-            raise UserError(f"--seed={self.seed}: expected a whole number from 0 to 2^63 - 1")
+        check_at_least(self, 0, "max_new_tokens", "temperature", "top_k", "seed")
         if self.loops is not None:
             check_at_least(self, 1, "loops")
         if self.prompt == "":

@@ -11,7 +11,7 @@ schedule, log, checkpoint), sweeps. A script brings `Config`, `PRESETS`, `SWEEPS
 training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
 """
 import argparse, collections, contextlib, csv, dataclasses, difflib, functools, hashlib, http.client, importlib, inspect
-import io, json, math, multiprocessing, os, re, shutil, signal, sys, time, urllib.request, zipfile, zlib
+import io, json, math, multiprocessing, os, pydoc_data.topics, re, signal, sys, time, urllib.request, zipfile
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -62,11 +62,9 @@ class Options:
 
     def __post_init__(self):
         check_at_least(self, 1, "epochs", "batch_size", "grad_accum", "log_interval", "eval_interval", "eval_batches")
-        check_at_least(self, 0, "max_steps", "stride", "lr", "muon_lr", "weight_decay", "grad_clip", "warmup_steps")
+        check_at_least(self, 0, "max_steps", "stride", "lr", "muon_lr", "weight_decay", "grad_clip", "warmup_steps", "seed")
         if not 0 <= self.beta2 < 1 or not 0 <= self.decay_share <= 1:
             raise UserError(f"--beta2={self.beta2} --decay_share={self.decay_share}: expected shares, beta2 below 1")
-        if not 0 <= self.seed < 1 << 63:
-            raise UserError(f"--seed={self.seed}: expected a whole number from 0 to 2^63 - 1")
         if self.resume and self.overwrite:
             raise UserError("--resume and --overwrite: choose one")
 
@@ -87,14 +85,14 @@ def nearest(word, known):
 class Parser(argparse.ArgumentParser):
     """--field=value for every field of the dataclasses. A field's help text is the comment behind it."""
 
-    def __init__(self, usage, *classes, defaults={}, add_help=True):
-        super().__init__(usage=usage, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False, add_help=add_help)
-        self.fields = [f for cls in classes for f in dataclasses.fields(cls)]
+    def __init__(self, usage, *classes, epilog=None):
+        super().__init__(usage=usage, epilog=epilog, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False)
+        self.fields = [f"--{f.name}" for cls in classes for f in dataclasses.fields(cls)]
         for cls in classes:
             comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
             group = self.add_argument_group(f"{cls.__module__}.{cls.__name__}")
             for f in dataclasses.fields(cls):
-                help_text = f"{comments.get(f.name, '')} [{defaults.get(f.name, f.default)}]".replace("%", "%%")
+                help_text = f"{comments.get(f.name, '')} [{f.default}]".replace("%", "%%")
                 group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=help_text, **(
                     {"action": argparse.BooleanOptionalAction} if f.type is bool else
                     {"choices": get_args(f.type)} if get_origin(f.type) is Literal else {"type": f.type}))
@@ -107,17 +105,14 @@ class Parser(argparse.ArgumentParser):
         values, unknown = self.parse_known_args(argv)
         if unknown:
             word = unknown[0].split("=")[0]
-            raise UserError(f"{word}: no such field; {nearest(word, ['--' + f.name for f in self.fields])}")
+            raise UserError(f"{word}: no such field; {nearest(word, self.fields)}")
         return vars(values)
 
     def parse_run(self, argv):
-        """(run, fields) of a script's own command line, whose first word is a run directory or checkpoint."""
-        if not argv or argv[0] in ("-h", "--help"):
-            self.print_help()
-            sys.exit()
-        if argv[0].startswith("-"):
-            raise UserError(f"{argv[0]}: the run directory comes first, as in {self.usage.split(' [')[0]} {argv[0]}")
-        return argv[0], self.parse(argv[1:])
+        """(run, fields) of a script's own command line, which names a run directory or checkpoint."""
+        self.add_argument("run", metavar="RUN", help="a run directory, or a checkpoint in it")
+        values = self.parse(argv or ["--help"])
+        return values.pop("run"), values
 
 
 def split_fields(values, *classes):
@@ -125,51 +120,48 @@ def split_fields(values, *classes):
     return [{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values} for cls in classes]
 
 
-def write_whole(path, write):
-    """Call write(temporary path), flush to disk and rename: `path` is never half-written, even if we are killed."""
+@contextlib.contextmanager
+def whole_file(path, mode="wb"):
+    """open(path, mode), but flushed to disk and renamed at the end: `path` is never half-written, even if we are killed."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        write(temporary)
-        with open(temporary, "r+b") as f:  # Windows flushes only what is open for writing
+        with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8", "newline": ""})) as f:
+            yield f
+            f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError about positions
-        full = path.parent.exists() and shutil.disk_usage(path.parent).free < 1 << 20
-        reason = "the disk is full" if full else str(error).splitlines()[0]
-        raise UserError(f"{path} could not be completed: {reason}"
-                        f"{'; the last good one stays' if path.exists() else ''}") from None
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def write_json(path, value):
-    write_whole(path, lambda p: p.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8"))
+    with whole_file(path, "w") as f:
+        json.dump(value, f, indent=1, ensure_ascii=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Text. Every data set becomes {split: (path, first byte, last byte)}.
+# Text, read whole into memory once; then its tokens are read from a cache on disk.
 
-SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt", 1115394,
-               "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")
-WIKITEXT = {"wikitext-2": ("https://wikitext.smerity.com/wikitext-2-raw-v1.zip", None, None),
-            "wikitext-103": ("https://wikitext.smerity.com/wikitext-103-raw-v1.zip", 191984949, None)}
-PARALLEL_BYTES = 1 << 24  # texts from this size on are tokenized on all cores
-DATASETS = ("python-docs", "shakespeare", *WIKITEXT, "addition", "running-sum", "statetrack")
+DOWNLOADS = {  # address, size in bytes, SHA-256, where known
+    "shakespeare": ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt", 1115394,
+                    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),
+    "wikitext-2": ("https://wikitext.smerity.com/wikitext-2-raw-v1.zip", None, None),
+    "wikitext-103": ("https://wikitext.smerity.com/wikitext-103-raw-v1.zip", 191984949, None)}
+PARALLEL = 1 << 24  # texts from this many characters on are tokenized on all cores
 
 
-def download(url, path, size=None, sha256=None, tries=3):
-    """Fetch url into path: streamed, size and checksum verified, renamed when whole. A file already there is checked."""
+def download(url, path, size=None, sha256=None):
+    """Fetch url into path, whole or not at all. Its size and checksum are verified, also of a file put there by hand."""
     def verify(p):
         if size and p.stat().st_size != size:
             raise UserError(f"{path} should have {size:,} bytes and has {p.stat().st_size:,}: delete it and try again")
-        if sha256 and file_sha256(p) != sha256:
+        if sha256 and hashlib.sha256(p.read_bytes()).hexdigest() != sha256:
             raise UserError(f"{path} has another SHA-256 than the published file: delete it and try again")
 
     if path.exists():
         return verify(path)
-
-    def fetch(temporary):
-        with urllib.request.urlopen(url, timeout=30) as reply, open(temporary, "wb") as f:
+    try:
+        with urllib.request.urlopen(url, timeout=30) as reply, whole_file(path) as f:
             total = int(reply.headers.get("Content-Length") or 0)
             while chunk := reply.read(1 << 20):
                 f.write(chunk)
@@ -177,112 +169,69 @@ def download(url, path, size=None, sha256=None, tries=3):
             print(file=sys.stderr)
             if f.tell() < total:
                 raise ConnectionError(f"the connection ended after {f.tell():,} of {total:,} bytes")
-        verify(temporary)
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for attempt in range(tries):
-        time.sleep(attempt)
-        try:
-            return write_whole(path, fetch)
-        except (UserError, http.client.HTTPException) as error:
-            reason = error
-    raise UserError(f"no download: {reason}. Put {url} at {path} by hand, or use --dataset=python-docs, which needs none")
+            f.flush()
+            verify(Path(f.name))
+    except (OSError, http.client.HTTPException) as error:
+        raise UserError(f"no download: {error}. Put {url} at {path} by hand, or use --dataset=python-docs, which needs "
+                        f"none") from None
 
 
-def file_sha256(path, start=0, end=None):
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        f.seek(start)
-        left = (path.stat().st_size if end is None else end) - start
-        while chunk := f.read(min(1 << 20, left)):
-            digest.update(chunk)
-            left -= len(chunk)
-    return digest.hexdigest()
-
-
-def python_docs(path):
-    """English prose that ships with CPython: the help topics; every tenth one is held out. Returns the splits."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        raise UserError("this Python ships without pydoc_data: use --dataset=PATH with a text file of your own") from None
-    documents = [topics[name].strip() + "\n\n" for name in sorted(topics)]
-    val = "".join(documents[9::10]).encode()
-    train = "".join(d for i, d in enumerate(documents) if i % 10 != 9).encode()
-    if not path.exists() or path.read_bytes() != train + val:
-        write_whole(path, lambda p: p.write_bytes(train + val))
-    return {"train": (path, 0, len(train)), "val": (path, len(train), len(train + val))}
-
-
-def wikitext(name, data_dir):
-    """Raw WikiText: its own splits, each line a document, empty lines dropped, joined by a blank line (arXiv 2606.24898)."""
-    url, size, sha256 = WIKITEXT[name]
-    paths = {split: data_dir / f"{name}-{split}.txt" for split in ("train", "val", "test")}
-    if not all(p.exists() for p in paths.values()):
-        archive = data_dir / url.rsplit("/", 1)[1]
-        download(url, archive, size, sha256)
-        try:
-            with zipfile.ZipFile(archive) as z:
-                for split, member in (("train", "train"), ("val", "valid"), ("test", "test")):
-                    with io.TextIOWrapper(z.open(f"{name}-raw/wiki.{member}.raw"), "utf-8") as lines:
-                        def write(p):
-                            with open(p, "w", encoding="utf-8", newline="") as out:
-                                out.writelines(line.strip() + "\n\n" for line in lines if line.strip())
-                        write_whole(paths[split], write)
-        except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, UnicodeDecodeError) as error:
-            raise UserError(f"{archive} is not the WikiText archive ({error}): delete it and try again") from None
-    return {split: (p, 0, p.stat().st_size) for split, p in paths.items()}
-
-
-def text_file(path):
-    """A text file of the user's: about the last tenth, from the start of a line, is the validation split."""
-    if not path.is_file():
-        raise UserError(f"--dataset={path}: no such data set or file; {nearest(str(path), DATASETS)}")
-    size = path.stat().st_size
-    with open(path, "rb") as f:
-        cut = f.seek(size * 9 // 10)
-        tail = f.read()  # where no line ends in the first half: cut before a byte that starts a character
-    cut += tail.find(b"\n", 0, len(tail) // 2) + 1 or next((i for i, byte in enumerate(tail) if byte & 0xC0 != 0x80), 0)
-    return {"train": (path, 0, cut), "val": (path, cut, size)}
-
-
-def find_text(dataset, data_dir):
-    """{split: (path, first byte, last byte)} of a named data set or a file."""
+def find_source(dataset, data_dir):
+    """The file that holds the text of a named data set, downloaded where need be, or the user's own."""
     if dataset == "python-docs":
-        return python_docs(data_dir / "python-docs.txt")
-    if dataset == "shakespeare":
-        download(SHAKESPEARE[0], data_dir / "shakespeare.txt", *SHAKESPEARE[1:])
-        return text_file(data_dir / "shakespeare.txt")
-    if dataset in WIKITEXT:
-        return wikitext(dataset, data_dir)
-    return text_file(Path(dataset))
+        return Path(pydoc_data.topics.__file__)
+    if dataset in DOWNLOADS:
+        url, size, sha256 = DOWNLOADS[dataset]
+        path = data_dir / f"{dataset}{Path(url).suffix}"
+        download(url, path, size, sha256)
+        return path
+    if not Path(dataset).is_file():
+        known = ("python-docs", *DOWNLOADS, "addition", "running-sum", "statetrack")
+        raise UserError(f"--dataset={dataset}: no such data set or file; {nearest(dataset, known)}")
+    return Path(dataset)
 
 
-def blocks(path, start, end, size=1 << 20):
-    """The text between two bytes, in pieces of about `size`, each cut before a run of white space: no token of any
-    tokenizer here reaches from a non-space into one, so that pieces can be encoded apart."""
-    piece, length = [], 0
-    with open(path, "rb") as f:
-        f.seek(start)
-        while start < end:
-            raw = f.readline(end - start)
-            start += len(raw)
-            try:
-                line = raw.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path} is not UTF-8 text ({error.reason} before byte {start:,})") from None
-            if "\0" in line:
-                raise UserError(f"{path} is binary, not text (a zero byte before byte {start:,})")
-            piece.append(line)
-            length += len(line)
-            if length > size:
-                text = "".join(piece)
-                body = text.rstrip(" \t\r\n")
-                if body and not body[-1].isspace():  # else it is some rarer white space, of which the run may go on
-                    yield body
-                    text = text[len(body):]
-                piece, length = [text], len(text)
-    yield "".join(piece)
+def read_splits(dataset, source):
+    """{split: text}. python-docs: English prose that ships with CPython, every tenth of its help topics held out.
+    WikiText: its own splits, each line a document, empty lines dropped, joined by a blank line (arXiv 2606.24898). Another
+    file: about the last tenth, from the start of a line where there is one, is the validation split."""
+    if dataset == "python-docs":
+        documents = [text.strip() + "\n\n" for _, text in sorted(pydoc_data.topics.topics.items())]
+        return {"train": "".join(d for i, d in enumerate(documents) if i % 10 != 9), "val": "".join(documents[9::10])}
+    try:
+        if source.suffix == ".zip":
+            with zipfile.ZipFile(source) as z:
+                lines = lambda name: map(str.strip, io.TextIOWrapper(z.open(f"{dataset}-raw/wiki.{name}.raw"), "utf-8"))
+                return {split: "".join(line + "\n\n" for line in lines(name) if line)
+                        for split, name in (("train", "train"), ("val", "valid"), ("test", "test"))}
+        text = source.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{source} is not UTF-8 text ({error})") from None
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise UserError(f"{source} is not the WikiText archive ({error}): delete it and try again") from None
+    cut = len(text) * 9 // 10
+    cut = text.find("\n", cut, (cut + len(text)) // 2) + 1 or cut
+    return {"train": text[:cut], "val": text[cut:]}
+
+
+def blocks(text, size=1 << 20):
+    """The text in pieces of about `size` characters, each cut before a run of white space: no token of any tokenizer here
+    reaches from a non-space into one, so that pieces can be encoded apart."""
+    start, cut = 0, re.compile(r"\S(?=[ \t\r\n])")
+    while start < len(text):
+        found = cut.search(text, start + size)
+        end = found.end() if found else len(text)
+        yield text[start:end]
+        start = end
+
+
+def map_blocks(function, text):
+    """function over the blocks of the text, in order, on all cores where it is large."""
+    if len(text) < PARALLEL:
+        yield from map(function, blocks(text))
+    else:
+        with multiprocessing.Pool() as pool:
+            yield from pool.imap(function, blocks(text))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -344,85 +293,54 @@ def build_tokenizer(spec, data_dir="data"):
     return GPT2Tokenizer(data_dir) if spec["name"] == "gpt2" else Tokenizer(spec["name"], spec["vocab"])
 
 
-def map_blocks(function, text):
-    """function over the blocks of {path, start, end}, in order, on all cores where the text is large."""
-    path, start, end = text
-    if end - start < PARALLEL_BYTES:
-        yield from map(function, blocks(path, start, end))
-        return
-    pieces, workers = blocks(path, start, end), os.cpu_count() or 1
-    with multiprocessing.Pool(workers) as pool:
-        while group := [p for _, p in zip(range(4 * workers), pieces)]:  # bounded, unlike imap, which reads ahead
-            yield from pool.map(function, group, chunksize=1)
-
-
 def count_types(name, text):
     return collections.Counter(Tokenizer.patterns[name].findall(text))
 
 
-def fit_tokenizer(name, splits, vocab_size, data_dir):
+def fit_tokenizer(name, texts, vocab_size, data_dir):
     """char: every character of every split. regex: the most frequent types of the training split, ties alphabetical."""
     if name == "gpt2":
         return GPT2Tokenizer(data_dir)
     counts = collections.Counter()
-    for split, text in splits.items():
+    for split, text in texts.items():
         if split == "train" or name == "char":
             for part in map_blocks(functools.partial(count_types, name), text):
                 counts.update(part)
     if name == "char":
         return Tokenizer(name, sorted(counts))
-    if vocab_size <= len(Tokenizer.specials):
-        raise UserError(f"--vocab_size={vocab_size}: the regex tokenizer has {len(Tokenizer.specials)} special types alone")
     types = sorted((t for t, n in counts.items() if n >= 2), key=lambda t: (-counts[t], t))
     return Tokenizer(name, (Tokenizer.specials + types)[:vocab_size])
 
 
-def encode_block(tokenizer, dtype, text):
-    return np.array(tokenizer.encode(text), dtype)
+def encode_block(tokenizer, text):
+    return np.array(tokenizer.encode(text), np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
 
 
 def token_cache(options, vocab_size):
-    """The tokenizer and {split: memory map of tokens}, built once under data_dir. The cache is used only if the text, the
-    tokenizer and the token files are those that its JSON names, by SHA-256; else it is built again."""
+    """The tokenizer and {split: memory map of tokens}. They are built once for a source (its path, size and time) and a
+    tokenizer, in a folder under data_dir; its tokenizer.json comes last, so that what a kill leaves is built again."""
     data_dir = Path(options.data_dir)
     data_dir.mkdir(parents=True, exist_ok=True)
-    splits = find_text(options.dataset, data_dir)
-    sources = {split: file_sha256(*text) for split, text in splits.items()}
-    name = options.dataset if options.dataset in DATASETS else Path(options.dataset).stem
-    cache = data_dir / f"{name}-{options.tokenizer}-{hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:8]}"
-    wanted = {"sources": sources, "tokenizer": options.tokenizer,
-              "vocab_size": vocab_size if options.tokenizer == "regex" else None}
-
-    def read():
-        meta = json.loads((cache / "meta.json").read_text(encoding="utf-8"))
-        maps = {}
-        for split in splits:
-            if file_sha256(cache / f"{split}.bin") != meta["tokens"][split]:
-                raise ValueError(f"{split}.bin is not what was written")
-            path = cache / f"{split}.bin"
-            maps[split] = np.memmap(path, meta["dtype"], "r") if path.stat().st_size else np.empty(0, meta["dtype"])
-        if {k: meta[k] for k in wanted} != wanted:
-            raise ValueError("another text or tokenizer")
-        return build_tokenizer(meta["spec"], data_dir), maps
-
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return read()
-    cache.mkdir(exist_ok=True)
-    tokenizer = fit_tokenizer(options.tokenizer, splits, vocab_size, data_dir)
-    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    for split, text in splits.items():
-        def write(p):
-            with open(p, "wb") as f:
-                for tokens in map_blocks(functools.partial(encode_block, tokenizer, dtype), text):
-                    f.write(tokens.tobytes())
-        write_whole(cache / f"{split}.bin", write)
-    write_json(cache / "meta.json", wanted | {
-        "dtype": dtype, "tokens": {s: file_sha256(cache / f"{s}.bin") for s in splits}, "spec": tokenizer.spec})
-    tokenizer, maps = read()
-    for split, tokens in maps.items():
-        unknown = f", {np.mean(tokens == tokenizer.ids['<unk>']):.1%} unknown" if options.tokenizer == "regex" else ""
-        print(f"{name}, {split}: {len(tokens):,} {options.tokenizer} tokens{unknown}")
-    return tokenizer, maps
+    source = find_source(options.dataset, data_dir)
+    key = source.resolve(), source.stat().st_size, source.stat().st_mtime_ns, vocab_size * (options.tokenizer == "regex")
+    digest = hashlib.sha256(repr(key).encode()).hexdigest()[:12]
+    cache = data_dir / f"{Path(options.dataset).stem}-{options.tokenizer}-{digest}"
+    if not (cache / "tokenizer.json").exists():
+        cache.mkdir(exist_ok=True)
+        texts = read_splits(options.dataset, source)
+        tokenizer = fit_tokenizer(options.tokenizer, texts, vocab_size, data_dir)
+        for split, text in texts.items():
+            count = unknown = 0
+            with whole_file(cache / f"{split}.bin") as f:
+                for tokens in map_blocks(functools.partial(encode_block, tokenizer), text):
+                    f.write(tokens)
+                    count, unknown = count + len(tokens), unknown + np.sum(tokens == 3)
+            share = f", {unknown / count:.1%} unknown" if options.tokenizer == "regex" and count else ""
+            print(f"{options.dataset}, {split}: {count:,} {options.tokenizer} tokens{share}")
+        write_json(cache / "tokenizer.json", tokenizer.spec)
+    tokenizer = build_tokenizer(json.loads((cache / "tokenizer.json").read_text(encoding="utf-8")), data_dir)
+    dtype = encode_block(tokenizer, "").dtype
+    return tokenizer, {p.stem: np.memmap(p, dtype, "r") for p in cache.glob("*.bin") if p.stat().st_size}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -435,16 +353,12 @@ class TextData:
         self.options, self.T = options, config.block_size
         self.tokenizer, self.tokens = token_cache(options, config.vocab_size)
         self.vocab_size = self.tokenizer.vocab_size
-        for split, tokens in self.tokens.items():
-            if len(tokens) <= self.T:
-                raise UserError(f"{options.dataset}: its {split} split has {len(tokens)} tokens and a window takes "
-                                f"{self.T + 1}: use a longer text or a smaller --block_size")
-        if self.vocab_size < 2:
-            raise UserError(f"{options.dataset}: a text of one type of token has nothing to predict")
+        for split in ("train", "val"):
+            if (n := len(self.tokens.get(split, ()))) <= self.T:
+                raise UserError(f"{options.dataset}: its {split} split has {n} tokens and a window takes {self.T + 1}: use "
+                                f"a longer text or a smaller --block_size")
         self.windows = (len(self.tokens["train"]) - 1 - self.T) // (options.stride or self.T) + 1
         self.batches_per_epoch = self.windows // options.batch_size
-        if options.stride and not self.batches_per_epoch:
-            raise UserError(f"--batch_size={options.batch_size} is more than the {self.windows} training windows")
 
     def starts(self, split, i):
         """Where the windows of batch i begin."""
@@ -501,18 +415,12 @@ class AdditionData:
 
     def encode(self, a, b):
         """The sums as (idx, targets), each (n, T) int64."""
-        d, plus, equals, space, end, pad = self.digits, *range(10, 15)
-        column = lambda token: np.full((len(a), 1), token)
-        digit = lambda x, places: x[:, None] // 10 ** np.array(places) % 10
-        size = np.where(a + b >= 10 ** d, d + 1, d)[:, None]  # digits of the answer
-        place = np.arange(d + 2)
-        power = place if self.reversed_answers else np.maximum(size - 1 - place, 0)
-        answer = np.where(place < size, digit(a + b, power), np.where(place == size, end, pad))
-        most_first = range(d - 1, -1, -1)
-        rows = torch.from_numpy(np.hstack([digit(a, most_first), column(plus), digit(b, most_first), column(equals),
-                                           column(space), answer]))
-        targets = rows[:, 1:].masked_fill(rows[:, 1:] == pad, -1)
-        targets[:, :2 * d + 1] = -1
+        order = slice(None, None, -1) if self.reversed_answers else slice(None)
+        texts = (f"{x}+{y}= {str(x + y)[order]}§".ljust(self.T + 1, "_") for x, y in zip(a.tolist(), b.tolist()))
+        ids = "".join(texts).translate({ord(c): i for c, i in self.tokenizer.ids.items()}).encode()  # each below 15: a byte
+        rows = torch.from_numpy(np.frombuffer(ids, np.uint8).astype(np.int64)).view(len(a), -1)
+        targets = rows[:, 1:].masked_fill(rows[:, 1:] == self.tokenizer.ids["_"], -1)
+        targets[:, :2 * self.digits + 1] = -1
         return rows[:, :-1], targets
 
     def batch(self, split, i, rank=0, world=1):
@@ -672,12 +580,9 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        device = torch.empty(1, device=name).device
+        return torch.empty(1, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device={name} cannot be used here: {str(error).splitlines()[0]}") from None
-    if device.type not in ("cuda", "mps", "cpu"):
-        raise UserError(f"--device={name}: expected cuda, mps or cpu")
-    return device
 
 
 def pick_dtype(name, device):
@@ -782,34 +687,32 @@ class Run:
     """One training run. A script's loop is: model = run.start(Model(run.config)); for step in run.steps(): for idx, targets
     in run.batches(): with run.autocast(): loss, metrics = model.loss(idx, targets); run.backward(...); run.update()."""
 
-    def __init__(self, name, preset, config, options, wanted, show):
-        self.name, self.preset, self.options, self.wanted, self.show = name, preset, options, wanted, show
-        self.out = Path(options.out_dir)
+    def __init__(self, name, preset, config, options, show):
+        self.name, self.preset, self.options, self.show, self.out = name, preset, options, show, Path(options.out_dir)
+        self.record = {"model": name, "preset": preset, "config": vars(config), "options": vars(options)}  # config.json
+        self.rows, self.step, self.tokens, self.best = [], 0, 0, math.inf
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.first = self.rank == 0
         shared_gpus = self.world > 1 and torch.cuda.is_available() and options.device in ("auto", "cuda")
         self.device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}" if shared_gpus else options.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.rows, self.step, self.tokens, self.best = [], 0, 0, math.inf
-        if self.world > 1:
-            if options.batch_size % self.world:
-                raise UserError(f"--batch_size={options.batch_size} cannot be shared by {self.world} processes")
-            if not dist.is_initialized():
-                dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
-        self.dtype = pick_dtype(options.dtype, self.device)
-        self.first = self.rank == 0
-        if self.first:  # the others then find the token cache built
-            self.data = load_data(options, config)
-        if self.world > 1:
-            dist.barrier()
-        if not self.first:
-            self.data = load_data(options, config)
-        self.config = dataclasses.replace(config, vocab_size=self.data.vocab_size, block_size=self.data.T)
-        self.max_steps = options.max_steps or options.epochs * self.data.batches_per_epoch // options.grad_accum
-        if not self.max_steps:
-            raise UserError(f"--epochs={options.epochs} has not one step of {options.batch_size} x {options.grad_accum} windows")
-        if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
+        self.dtype = pick_dtype(options.dtype, self.device)
+        if options.batch_size % self.world:
+            raise UserError(f"--batch_size={options.batch_size} cannot be shared by {self.world} processes")
+        if self.world > 1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+        for turn in (True, False):  # the first process builds the token cache, the others then find it
+            if self.first == turn:
+                self.data = load_data(options, config)
+            if self.world > 1:
+                dist.barrier()
+        self.config = dataclasses.replace(config, vocab_size=self.data.vocab_size, block_size=self.data.T)
+        epoch = self.data.batches_per_epoch
+        self.max_steps = options.max_steps or options.epochs * epoch // options.grad_accum
+        if not self.max_steps or options.stride and not epoch:
+            raise UserError(f"{options.dataset} has not one step of {options.batch_size} x {options.grad_accum} windows")
         torch.manual_seed(options.seed)
 
     def say(self, text):
@@ -825,8 +728,12 @@ class Run:
             torch.manual_seed(self.options.seed + self.rank)  # dropout differs between processes
         if self.options.resume and (self.out / "ckpt.pt").exists():
             self.load()
+        elif self.first:
+            (self.out / "ckpt.pt").unlink(missing_ok=True)
         if self.first:  # only now: a run that cannot be resumed so keeps the config that it has
-            write_json(self.out / "config.json", self.wanted)
+            write_json(self.out / "config.json", self.record)
+            for path in self.out.glob("*.tmp"):  # what a kill left
+                path.unlink()
         compile_blocks(model, self.device, self.options.compile)
         self.peak = matmul_peak(self.device, self.dtype) * self.world
         self.say(f"{self.name}-{self.preset}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, "
@@ -835,7 +742,7 @@ class Run:
 
     def steps(self):
         """Yield step = 1 .. max_steps; around each set the rates, log, evaluate, save, and stop cleanly when asked to."""
-        o, self.asked = self.options, None
+        o, self.asked = self.options, 0  # or the signal that asked to stop
         old = {s: signal.signal(s, lambda number, frame: self.ask(number)) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             self.mark = self.step, self.tokens, time.perf_counter()
@@ -847,10 +754,11 @@ class Run:
                     group["lr"] = group["peak_lr"] * schedule(o, self.step, self.max_steps)
                 self.loss, self.metrics = 0.0, {}
                 yield self.step
-                due = self.step % o.log_interval == 0
-                stop = self.asked if self.world == 1 else self.any_asked()
+                stop = self.asked
+                if self.world > 1:  # processes agree on it, every tenth step, since it waits for the device
+                    stop = self.step % 10 == 0 and self.mean(torch.tensor(float(stop), device=self.device)) > 0
                 evaluate = self.step == self.max_steps or self.step % o.eval_interval == 0
-                if due or evaluate or stop:
+                if evaluate or stop or self.step % o.log_interval == 0:
                     self.log(evaluate)
                 if evaluate or stop:
                     self.save("ckpt.pt")
@@ -859,7 +767,7 @@ class Run:
                     self.draw_curves()
                     self.say(f"stopped after step {self.step}, saved; go on with: python train.py {self.name} "
                              f"--out_dir={self.out} --resume")
-                    sys.exit(128 + stop)
+                    sys.exit(128 + (self.asked or signal.SIGTERM))
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
@@ -870,14 +778,6 @@ class Run:
             raise KeyboardInterrupt  # the second time: at once
         self.asked = number
         self.say(" stopping: saving first (again: at once, keeping the last checkpoint)")
-
-    def any_asked(self):
-        """Whether any process was asked to stop; on GPUs looked at every tenth step, since it waits for them."""
-        if self.device.type != "cpu" and self.step % 10:
-            return 0
-        asked = torch.tensor(self.asked or 0, device=self.device)
-        dist.all_reduce(asked, dist.ReduceOp.MAX)
-        return asked.item()
 
     def to_device(self, *tensors):
         if self.device.type == "cuda":  # pinned, so that the copy runs beside the computation
@@ -969,9 +869,8 @@ class Run:
 
     def save(self, name):
         """best.pt: weights, config, tokenizer. ckpt.pt: also all that --resume needs to go on bit for bit."""
-        state = {"model": self.name, "preset": self.preset, "config": dataclasses.asdict(self.config), "step": self.step,
-                 "options": dataclasses.asdict(self.options), "tokenizer": self.data.tokenizer.spec, "best": self.best,
-                 "weights": self.model.state_dict()}
+        state = self.record | {"config": vars(self.config), "tokenizer": self.data.tokenizer.spec, "step": self.step,
+                               "best": self.best, "weights": self.model.state_dict()}
         if name == "ckpt.pt":
             rng = [torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None]
             every_rng = [rng] * self.world
@@ -979,20 +878,20 @@ class Run:
                 dist.all_gather_object(every_rng, rng)
             state |= {"optimizers": [o.state_dict() for o in self.optimizers], "tokens": self.tokens, "rng": every_rng}
         if self.first:
-            write_whole(self.out / name, lambda p: torch.save(state, p))
+            with whole_file(self.out / name) as f:
+                torch.save(state, f)
 
     def load(self):
         """Go on from ckpt.pt: everything that `save` put there, and the rows of log.csv up to its step."""
         ckpt = load_checkpoint(self.out, self.name)
+        changed = [f"{k}: {ckpt['config'].get(k)} there, {v} here" for k, v in vars(self.config).items()
+                   if ckpt["config"].get(k) != v]
         try:
-            if ckpt["config"] != dataclasses.asdict(self.config) or ckpt["tokenizer"] != self.data.tokenizer.spec:
-                raise ValueError("it has another architecture or tokenizer")
+            if changed or ckpt["tokenizer"] != self.data.tokenizer.spec:
+                raise ValueError("; ".join(changed) or "another tokenizer")
             self.model.load_state_dict(ckpt["weights"])
-            for optimizer, state in zip(self.optimizers, ckpt["optimizers"], strict=True):
-                rates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-                optimizer.load_state_dict(state)
-                for group, fresh in zip(optimizer.param_groups, rates):  # what the command line says now
-                    group.update(fresh)
+            for optimizer, state in zip(self.optimizers, ckpt["optimizers"], strict=True):  # rates: the command line's
+                optimizer.load_state_dict(state | {"param_groups": optimizer.state_dict()["param_groups"]})
             self.step, self.tokens, self.best = ckpt["step"], ckpt["tokens"], ckpt["best"]
             if len(ckpt["rng"]) == self.world:
                 cpu, cuda = ckpt["rng"][self.rank]
@@ -1037,13 +936,10 @@ def write_csv(path, rows):
     """Rows (dicts) under the union of their columns."""
     log = ["step", "tokens", "train_loss", "val_loss", "lr", "tokens_per_sec", "mfu"] if "step" in rows[0] else []
     columns = list(dict.fromkeys(log + [name for row in rows for name in row]))
-
-    def write(p):
-        with open(p, "w", newline="", encoding="utf-8") as f:
-            writer = csv.DictWriter(f, columns)
-            writer.writeheader()
-            writer.writerows(rows)
-    write_whole(path, write)
+    with whole_file(path, "w") as f:
+        writer = csv.DictWriter(f, columns)
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def read_csv(path):
@@ -1064,88 +960,49 @@ def read_csv(path):
 
 def read_config(out):
     """The config.json of a run directory, or None."""
-    try:
-        saved = json.loads((out / "config.json").read_text(encoding="utf-8"))
-        return {key: saved[key] for key in ("model", "preset", "config", "options")}
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{out}/config.json is not that of a run ({type(error).__name__}: {error})") from None
+    path = out / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def launch(name, module, preset, given):
     """Train one run: the preset's fields under the `given` ones; with resume, the saved run's under the given ones."""
-    out = Path(given.get("out_dir") or f"out/{name}-{preset or next(iter(module.PRESETS))}")
-    saved = read_config(out)
+    default = next(iter(module.PRESETS))
+    out = Path(given.get("out_dir") or f"out/{name}-{preset or default}")
+    saved, values = read_config(out), module.PRESETS[preset or default]
     if saved and given.get("resume"):
         if saved["model"] != name or preset not in (None, saved["preset"]):
-            raise UserError(f"{out} holds a run of {saved['model']}-{saved['preset']}, not of {name}-{preset}")
-        preset, values = saved["preset"], saved["config"] | saved["options"] | given
-    else:
-        preset = preset or next(iter(module.PRESETS))
-        values = module.PRESETS[preset] | given
-    values["out_dir"] = str(out)
-    config, options = (cls(**fields) for cls, fields in zip(
-        (module.Config, Options), split_fields(values, module.Config, Options)))
-    wanted = {"model": name, "preset": preset, "config": dataclasses.asdict(config), "options": dataclasses.asdict(options)}
-    wanted["options"] |= {"resume": False, "overwrite": False}
-    if saved and not options.overwrite:
-        changed = [f"{k}: {saved['config'].get(k)} there, {v} here" for k, v in wanted["config"].items()
-                   if saved["config"].get(k) != v]
-        if changed and options.resume:
-            raise UserError(f"{out} cannot be resumed with a changed architecture ({'; '.join(changed)})")
-        if not options.resume:
-            changed += [f"{k}: {saved['options'].get(k)} there, {v} here" for k, v in wanted["options"].items()
-                        if saved["options"].get(k) != v]
-            raise UserError(f"{out} already holds {'another' if changed else 'this'} run{' (' if changed else ''}"
-                            f"{'; '.join(changed)}{')' if changed else ''}: add --resume to go on with it, --overwrite to "
-                            f"start again, or choose another --out_dir")
-    run = Run(name, preset, config, options, wanted, module.SHOW)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out_dir={out} cannot be made: {error.strerror}") from None
-    if run.first:
-        stale = [] if options.resume else [out / f for f in ("ckpt.pt", "best.pt", "config.json", "log.csv", "curves.png")]
-        for path in (*stale, *out.glob("*.tmp")):  # what a kill left
-            path.unlink(missing_ok=True)
-    if run.device.type == "cpu":
-        with contextlib.suppress(ImportError, ValueError, OSError):  # what the machine cannot hold is then an error, not a kill
-            import resource
-            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-    try:
-        module.train_model(run)
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error):
-            raise UserError(f"out of memory at --batch_size={options.batch_size}: halve it and double --grad_accum, which "
-                            f"trains the same") from None
-        raise
-    return run
+            raise UserError(f"{out} holds a run of {saved['model']}-{saved['preset']}, not of {name}-{preset or default}")
+        preset, values = saved["preset"], saved["config"] | saved["options"] | {"overwrite": False}
+    elif saved and not given.get("overwrite"):
+        raise UserError(f"{out} already holds a run: add --resume to go on with it, --overwrite to start again, or choose "
+                        f"another --out_dir")
+    fields = split_fields(values | given | {"out_dir": str(out)}, module.Config, Options)
+    out.mkdir(parents=True, exist_ok=True)
+    module.train_model(Run(name, preset or default, module.Config(**fields[0]), Options(**fields[1]), module.SHOW))
 
 
 def sweep(name, module, preset, given, sweep_name, seeds):
     """Train every condition of a sweep with every seed, skipping what is finished; then the script's own report."""
-    given.pop("resume", None)  # it always does
-    if given.pop("overwrite", False):
-        raise UserError("--overwrite does not go with --sweep: choose another --out_dir")
-    preset = preset or next(iter(module.PRESETS))
-    first = os.environ.get("RANK", "0") == "0"
-    out, runs = Path(given.pop("out_dir", None) or f"out/{name}-{preset}-{sweep_name}"), {}
+    out = Path(given.get("out_dir") or f"out/{name}-{preset or next(iter(module.PRESETS))}-{sweep_name}")
+    resume, first, runs = not given.get("overwrite"), os.environ.get("RANK", "0") == "0", {}
     conditions, report = module.SWEEPS[sweep_name]
     for condition, fields in conditions.items():
         for seed in seeds:
-            path = out / f"{condition}-seed{seed}"
-            values, saved = given | fields | {"seed": seed}, read_config(path)
-            for k, v in values.items() if saved else ():
-                if (was := (saved["config"] | saved["options"]).get(k)) != v:
-                    raise UserError(f"{path} was trained with --{k}={was}: choose another --out_dir for --{k}={v}")
+            path = runs[condition, seed] = out / f"{condition}-seed{seed}"
+            values = given | fields | {"seed": seed, "out_dir": str(path), "resume": resume}
+            saved = read_config(path) if resume else None
+            for k, was in (saved["config"] | saved["options"]).items() if saved else ():
+                if values.get(k, was) != was and k not in ("resume", "out_dir"):
+                    raise UserError(f"{path} was trained with --{k}={was}: choose another --out_dir for --{k}={values[k]}")
             if first:
                 print(f"--- {condition}, seed {seed}", flush=True)
-            launch(name, module, preset, values | {"out_dir": str(path), "resume": True})
-            runs[condition, seed] = path
+            launch(name, module, preset, values)
     if first:
         report(runs, out)
+
+
+def seed_list(text):
+    return [int(seed) for seed in text.split(",")]
 
 
 def main(argv):
@@ -1153,28 +1010,25 @@ def main(argv):
     if not argv or argv[0] in ("-h", "--help"):
         return Parser(f"{usage}\nMODEL is one of {', '.join(MODELS)}; python train.py MODEL --help adds its own fields.",
                       Options).print_help()
-    name, argv = argv[0], argv[1:]
+    name, *argv = argv
     if name not in MODELS:
         raise UserError(f"{name!r}: no such model; {nearest(name, MODELS)}")
-    if not Path(__file__).with_name(f"{name}.py").exists():
-        raise UserError(f"{name}.py is not beside train.py: choose a model whose script is here")
     module = importlib.import_module(name)
-    first = Parser(None, add_help=False)
-    first.add_argument("--preset")
-    first.add_argument("--sweep")
-    first.add_argument("--seeds", default="42")
-    chosen, argv = first.parse_known_args(argv)
-    for what, value, known in (("preset", chosen.preset, module.PRESETS), ("sweep", chosen.sweep, module.SWEEPS)):
+    presets = [f"  {name}: {' '.join(f'--{k}={v}' for k, v in fields.items())}" for name, fields in module.PRESETS.items()]
+    parser = Parser(usage, module.Config, Options,
+                    epilog="\n".join(["presets, the first by default, and what they set:", *presets]).replace("%", "%%"))
+    for what, known in (("preset", module.PRESETS), ("sweep", module.SWEEPS)):
+        parser.add_argument(f"--{what}", help=f"one of {', '.join(known)}")
+    parser.add_argument("--seeds", type=seed_list, default=[42], help="of a sweep, as in 42,101,202 [42]")
+    given = parser.parse(argv)
+    preset, sweep_name, seeds = (given.pop(k) for k in ("preset", "sweep", "seeds"))
+    for what, value, known in (("preset", preset, module.PRESETS), ("sweep", sweep_name, module.SWEEPS)):
         if value is not None and value not in known:
             raise UserError(f"--{what}={value}: no such {what}; {nearest(value, known)}")
-    if not re.fullmatch(r"\d+(,\d+)*", chosen.seeds):
-        raise UserError(f"--seeds={chosen.seeds}: expected whole numbers, as in --seeds=42,101,202")
-    usage += f"\npresets: {', '.join(module.PRESETS)}; sweeps: {', '.join(module.SWEEPS)}"
-    given = Parser(usage, module.Config, Options, defaults=module.PRESETS[chosen.preset or next(iter(module.PRESETS))]).parse(argv)
-    if chosen.sweep:
-        sweep(name, module, chosen.preset, given, chosen.sweep, [int(s) for s in chosen.seeds.split(",")])
+    if sweep_name:
+        sweep(name, module, preset, given, sweep_name, seeds)
     else:
-        launch(name, module, chosen.preset, given)
+        launch(name, module, preset, given)
 
 
 def command_line(function):
@@ -1182,14 +1036,14 @@ def command_line(function):
     sys.stdout.reconfigure(errors="replace")  # a console or file that cannot show every character
     try:
         function(sys.argv[1:])
-    except UserError as error:
-        sys.exit(f"error: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+    except (UserError, OSError) as error:
+        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output, `head` say, is done
-        sys.exit(1)
-    except OSError as error:
-        sys.exit(f"error: {error}")
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            sys.exit("error: out of memory: halve --batch_size and double --grad_accum, which trains the same")
+        raise
 
 
 if __name__ == "__main__":
