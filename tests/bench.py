@@ -45,7 +45,7 @@ def plain_attention(q, k, v):
     B, _, T, hs = q.shape
     mask = torch.tril(torch.ones(T, T, device=q.device)) == 0
     weights = (q @ k.transpose(-2, -1) / math.sqrt(hs)).masked_fill(mask, -math.inf).softmax(dim=-1)
-    return (weights.to(v.dtype) @ v).transpose(1, 2).reshape(B, T, -1)
+    return (weights @ v).transpose(1, 2).reshape(B, T, -1)
 
 
 def plain_swiglu(mlp, x):
@@ -92,19 +92,16 @@ def plain_fullbandwidth(model, idx, targets):
     c, (B, T) = model.config, idx.shape
     hs, kind = c.n_embd // c.n_head, dict(dtype=model.wte.weight.dtype, device=idx.device)
     angles = torch.arange(T, **kind)[:, None] * c.rope_theta ** (-torch.arange(0, hs, 2, **kind) / hs)
-    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
-
-    def rotate(x):
-        x1, x2 = x.chunk(2, dim=-1)
-        return (x * cos + torch.cat([-x2, x1], dim=-1) * sin).to(x.dtype)
+    rope = angles.cos(), angles.sin()
 
     def stack(x):
         x = plain_norm(model.norm_in, x)
         for block in model.blocks:
             q, k, v = (y.view(B, T, c.n_head, hs).transpose(1, 2)
                        for y in block.attn.qkv(plain_norm(block.norm1, x)).chunk(3, dim=-1))
-            q, k = rotate(plain_norm(block.attn.q_norm, q)), rotate(plain_norm(block.attn.k_norm, k))
-            x = x + block.scale * plain_norm(block.norm2, block.attn.out(plain_attention(q.to(v.dtype), k.to(v.dtype), v)))
+            q, k = (fullbandwidth.rotate(plain_norm(norm, y), rope)
+                    for norm, y in ((block.attn.q_norm, q), (block.attn.k_norm, k)))
+            x = x + block.scale * plain_norm(block.norm2, block.attn.out(plain_attention(q, k, v)))
             x = x + block.scale * plain_norm(block.norm4, plain_swiglu(block.mlp, plain_norm(block.norm3, x)))
         return plain_norm(model.norm, x)
 
@@ -356,10 +353,13 @@ class Worker:
         self.process = subprocess.Popen([sys.executable, __file__, "--worker", json.dumps([what, arguments])],
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def ask(self, limit=300):
-        """The next figures; None, and the process is ended, if it failed or takes more than `limit` seconds."""
+    def ask(self):
         self.process.stdin.write("\n")
         self.process.stdin.flush()
+        return self.answer()
+
+    def answer(self, limit=300):
+        """The next figures; None, and the process is ended, if it failed or takes more than `limit` seconds."""
         ready, _, _ = select.select([self.process.stdout], [], [], limit)
         line = self.process.stdout.readline() if ready else ""
         if line:
@@ -375,9 +375,10 @@ class Worker:
 def work(what, arguments):
     """A Worker's process."""
     answers, sys.stdout = sys.stdout, sys.stderr  # nothing that a library prints may get between
-    generator = globals()[what](**arguments)
-    while sys.stdin.readline():
-        print(json.dumps(next(generator)), file=answers, flush=True)
+    for figures in globals()[what](**arguments):
+        print(json.dumps(figures), file=answers, flush=True)
+        if not sys.stdin.readline():
+            return
 
 
 class Report:
@@ -394,7 +395,7 @@ class Report:
             return print(f"\n{case}: not measured, the time is over", flush=True)
         workers = [Worker(*worker) for worker in workers]
         try:
-            workers = [worker for worker in workers if worker.ask() is not None]
+            workers = [worker for worker in workers if worker.answer() is not None]  # set up, all at the same time
             for _ in range(rounds):
                 answers = {worker: worker.ask() for worker in workers}
                 workers = [worker for worker in workers if answers[worker]]
@@ -462,8 +463,8 @@ def benchmark(report, only, device, quick, data_dir):
         for preset, batch in ((looped, 64 if cuda else 4), ("129m", 32))[:2 if cuda and not quick else 1]:
             report.measure(f"looped_gpt {preset}, training, batch {batch}", "tokens/s", "plain fp32", rounds,
                            trainers("looped_gpt", preset, batch, {way: (way, {}) for way in ways}))
-        ways = WAYS if cuda and not quick else ("plain fp32", "eager bf16") if quick else ("plain fp32", "compiled bf16")
-        batch, T = (4, 64) if quick else (16, 1024) if cuda else (2, 256)
+        ways = ("plain fp32", "eager bf16") if quick else ("plain fp32", "compiled bf16")
+        batch, T = (4, 64) if quick else (4, 1024) if cuda else (2, 256)
         for passes, mix in ((1, "1"), (2, "0,1"), (3, "0,0,1"))[1 if quick else 0:2 if quick else 3]:
             fields = dict(mix=mix, feedback_from=0.0, block_size=T)
             report.measure(f"fullbandwidth {full}, training, passes {passes}, batch {batch} x {T}", "tokens/s", "plain fp32",
@@ -521,7 +522,7 @@ def main(argv):
         return work(*json.loads(arguments.worker))
     only = arguments.only.split(",")
     if unknown := set(only) - set(SECTIONS):
-        parser.error(f"--only={','.join(sorted(unknown))}: choose from {', '.join(SECTIONS)}")
+        raise train.UserError(f"--only={','.join(sorted(unknown))}: choose from {', '.join(SECTIONS)}")
     device, cpu = train.pick_device(arguments.device), Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", cpu.read_text()) if cpu.exists() else []
     name = torch.cuda.get_device_name() if device.type == "cuda" else [*names, platform.machine()][0]
@@ -531,4 +532,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    train.command_line(main)
