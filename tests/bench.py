@@ -14,7 +14,7 @@ The plain versions are what a reader of the papers would write first: attention 
 every loop's or pass's logits whole, `.item()` in each loop, JSRR by an extra loop and double backward, decoding without a
 cache. Before it is timed, each one is checked to give the same loss.
 """
-import argparse, itertools, json, math, os, platform, re, resource, select, statistics, subprocess, sys, time
+import argparse, functools, itertools, json, math, os, platform, re, resource, select, statistics, subprocess, sys, time
 from pathlib import Path
 
 import torch
@@ -226,7 +226,7 @@ def training(variant, model, preset, fields, batch, way, device, seconds):
 
     loss_of = PLAIN[name] if whose == "plain" else our_loss
     step = stopwatch(forward_backward(loss_of, model, idx, targets, dtype), device, seconds)
-    step_update = stopwatch(update, device, seconds / 10)
+    step_update = functools.cache(stopwatch(update, device, seconds / 10))  # Muon's is long: in the first round only
     yield {}
     while True:
         duration = step() + step_update() * batch / (options.batch_size * options.grad_accum)
@@ -241,14 +241,14 @@ def training(variant, model, preset, fields, batch, way, device, seconds):
 
 def matmul(preset, rows, device, seconds):
     """FLOP/s of a large square, and of looped_gpt's matrices (each, and all together) with `rows` tokens at a time."""
-    device, (model, _) = torch.device(device), build("looped_gpt", preset, {}, torch.device("cpu"))
+    device, (model, _) = torch.device(device), build("looped_gpt", preset, {}, torch.device(device))
     weights = [m.weight for m in model.blocks[0].modules() if isinstance(m, torch.nn.Linear)] + [model.wte.weight]
     yield {}
     while True:
         figures = {}
         for dtype in (torch.float32, torch.bfloat16):
             shapes, total = {}, 0
-            for w in (w.detach().to(device, dtype) for w in weights):
+            for w in (w.detach().to(dtype) for w in weights):
                 x = torch.randn(rows, w.shape[1], device=device, dtype=dtype)
                 once = stopwatch(lambda: F.linear(x, w), device, seconds / len(weights))()
                 shapes["x".join(map(str, w.shape[::-1]))], total = 2 * rows * w.numel() / once / 1e12, total + once
@@ -268,8 +268,8 @@ def decoding(model, preset, batch, loops, dtype, device, n):
     if name == "looped_gpt":
         prompt = draw(model.config.block_size // 2)
         for K in loops:
-            cached[f"{K} loops"] = lambda n, K=K: model.generate(prompt, n, K, temperature=0)
-            uncached[f"{K} loops, uncached"] = lambda K=K: model.generate(prompt, 1, K, temperature=0, use_cache=False)
+            cached[f"K = {K}"] = lambda n, K=K: model.generate(prompt, n, K, temperature=0)
+            uncached[f"K = {K}, uncached"] = lambda K=K: model.generate(prompt, 1, K, temperature=0, use_cache=False)
     else:
         prompt, window = draw(16).tolist(), draw(128)
         for mode in fullbandwidth.MODES:
@@ -447,7 +447,7 @@ SECTIONS = ("matmul", "training", "stars", "decoding", "growth", "data")
 
 def benchmark(report, only, device, quick, data_dir):
     cuda, dtype = device == "cuda", str(train.pick_dtype("auto", torch.device(device)))[6:]
-    seconds, rounds = (0.1, 1) if quick else (1.0, 5) if cuda else (2.0, 3)
+    seconds, rounds = (0.1, 1) if quick else (0.5, 3) if cuda else (1.5, 3)
     looped, full = ("tiny", "tiny") if quick else ("44m", "124m")
 
     def trainers(model, preset, batch, variants):
@@ -466,9 +466,9 @@ def benchmark(report, only, device, quick, data_dir):
         ways = ("plain fp32", "eager bf16") if quick else ("plain fp32", "compiled bf16")
         batch, T = (4, 64) if quick else (4, 1024) if cuda else (2, 256)
         for passes, mix in ((1, "1"), (2, "0,1"), (3, "0,0,1"))[1 if quick else 0:2 if quick else 3]:
-            fields = dict(mix=mix, feedback_from=0.0, block_size=T)
+            fields = dict(mix=mix, feedback_from=0.0, block_size=T, grad_accum=16 * 1024 // T)  # as many tokens an update
             report.measure(f"fullbandwidth {full}, training, passes {passes}, batch {batch} x {T}", "tokens/s", "plain fp32",
-                           rounds, trainers("fullbandwidth", full, batch, {way: (way, fields) for way in ways}))
+                           min(rounds, 2), trainers("fullbandwidth", full, batch, {way: (way, fields) for way in ways}))
     if "stars" in only:
         loops, batch = dict(loop_sampling="fixed", num_loops=6), 32 if quick else 256
         shapes = [("width 128", batch, loops)]
@@ -488,11 +488,11 @@ def benchmark(report, only, device, quick, data_dir):
     if "decoding" in only:
         cases = ((1, "float32"), (1, "bfloat16"), (32, "bfloat16" if cuda else "float32"))
         for batch, weights in cases[:1 if quick else 3]:
-            for model, preset, base, n in (("looped_gpt", looped, "4 loops", 32), ("fullbandwidth", full, "standard", 24)):
+            for model, preset, base, n in (("looped_gpt", looped, "K = 4", 32), ("fullbandwidth", full, "standard", 24)):
                 arguments = dict(model=model, preset=preset, batch=batch, loops=(1, 2, 4) if batch == 1 else (4,),
                                  dtype=weights, device=device, n=4 if quick else n)
                 report.measure(f"{model} {preset}, decoding, batch {batch}, {weights}", "ms/token", base,
-                               1 if quick else 5, [("decoding", arguments)])
+                               1 if quick else 5 if batch == 1 else 2, [("decoding", arguments)])
     if "growth" in only:
         base = dict(n_layer=2, n_embd=1024 if cuda else 256, block_size=256, num_loops=4, vocab_size=4096,
                     batch=16 if cuda else 2)

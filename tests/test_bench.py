@@ -142,8 +142,8 @@ def test_cuda_torchrun_with_one_process_trains_the_same(tmp_path):
     losses = []
     for start in ([sys.executable], [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]):
         out = tmp_path / str(len(losses))
-        subprocess.run([*start, ROOT / "train.py", "looped_gpt", "--max_steps=10", "--log_interval=1", "--eval_batches=1",
+        subprocess.run([*start, ROOT / "train.py", "looped_gpt", "--max_steps=3", "--log_interval=1", "--eval_batches=1",
                         f"--out_dir={out}", f"--data_dir={tmp_path}", f"--device={DEVICE.type}", "--compile=off"],
                        check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
         losses.append([row["train_loss"] for row in train.read_csv(out / "log.csv")[1:]])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and len(losses[0]) == 10
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and len(losses[0]) == 3
