@@ -14,7 +14,8 @@ The plain versions are what a reader of the papers would write first: attention 
 every loop's or pass's logits whole, `.item()` in each loop, JSRR by an extra loop and double backward, decoding without a
 cache. Before it is timed, each one is checked to give the same loss.
 """
-import argparse, functools, itertools, json, math, os, platform, re, resource, select, statistics, subprocess, sys, time
+import argparse, contextlib, functools, itertools, json, math, os, platform
+import re, resource, select, statistics, subprocess, sys, time
 from pathlib import Path
 
 import torch
@@ -354,8 +355,9 @@ class Worker:
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self):
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has been killed meanwhile, for memory say
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
         return self.answer()
 
     def answer(self, limit=300):
@@ -483,7 +485,7 @@ def benchmark(report, only, device, quick, data_dir):
                 variants = {"without JSRR": (way, fields | dict(jsrr_lambda=0.0)), "JSRR": (way, fields)}
                 if way == "eager fp32":
                     variants |= {"plain JSRR": ("plain fp32", fields)}
-                report.measure(f"stars, training, {shape}, batch {batch}, 6 loops, {way}", "ms/step", "without JSRR", rounds,
+                report.measure(f"stars {shape}, training, batch {batch}, 6 loops, {way}", "ms/step", "without JSRR", rounds,
                                trainers("stars", "addition", batch, variants))
     if "decoding" in only:
         cases = ((1, "float32"), (1, "bfloat16"), (32, "bfloat16" if cuda else "float32"))
