@@ -6,7 +6,8 @@ cd "$(dirname "$0")/.."
 out=${OUT:-out/gpu}
 python=${PYTHON:-python3}
 mkdir -p "$out"
-$python -c 'import torch; print(torch.cuda.get_device_name(), "torch", torch.__version__)' || exit 1
+$python -c 'import sys, torch
+print(torch.cuda.get_device_name(), "torch", torch.__version__) if torch.cuda.is_available() else sys.exit("no CUDA device")' || exit 1
 
 echo "== compiled equals eager, bf16 is near fp32, no step waits for the device, torchrun with one process"
 timeout 150 $python -m pytest -q -k cuda tests/test_bench.py >"$out/tests.log" 2>&1
