@@ -321,12 +321,11 @@ def data(data_dir, need, seconds):
     """Tokens/s of every tokenizer and every loader, each in one process, and how many times what the trainer takes."""
     options, cpu, functions = train.Options(data_dir=data_dir, batch_size=64), torch.device("cpu"), {}
     Path(data_dir).mkdir(parents=True, exist_ok=True)
-    splits, counter = train.find_text("python-docs", Path(data_dir)), itertools.count()
-    text = "".join(train.blocks(*splits["train"]))
+    texts, counter = train.read_splits("python-docs", train.find_source("python-docs", Path(data_dir))), itertools.count()
     for name in ("char", "regex", "gpt2"):
         try:
-            tokenizer = train.fit_tokenizer(name, splits, 20_000, data_dir)
-            functions[f"tokenizer {name}"] = lambda tokenizer=tokenizer: train.encode_block(tokenizer, "uint16", text)
+            tokenizer = train.fit_tokenizer(name, texts, 20_000, data_dir)
+            functions[f"tokenizer {name}"] = lambda tokenizer=tokenizer: train.encode_block(tokenizer, texts["train"])
         except (train.UserError, ImportError) as error:
             print(f"tokenizer {name}: not measured: {error}", file=sys.stderr)
     for name, loader in (("looped_gpt", train.TextData(options, looped_gpt.Config(block_size=256))),
