@@ -1,0 +1,145 @@
+"""Every notebook, and its solution, runs from top to bottom in a fresh kernel with FAST=1, and the checks of its exercises say
+what they should. Two kernels run at a time, one thread each."""
+import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+PATHS = sorted([*FOLDER.glob("*.ipynb"), *FOLDER.glob("solutions/*.ipynb")])
+each_notebook = pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(FOLDER)))
+
+# Typical wrong answers, {notebook: [(exercise, code, a word of the reason that the check gives)]}.
+WRONG = {
+    "01_readout_blind_spot": [
+        (1, "answer_1 = lambda g, h: (g * h).sum(-1) / (g.norm(dim=-1) * h.norm(dim=-1))", "negative"),
+        (1, "answer_1 = lambda g, h: (g * h).sum(-1).abs()", "divide"),
+        (1, "answer_1 = lambda g, h: (g * h).sum()", "shape"),
+        (1, "answer_1 = lambda g: 1 / 0", "TypeError"),
+        (2, "answer_2 = lambda s, a, c, K: (s + K * a, K * c / s)", "first s"),
+        (2, "answer_2 = lambda s, a, c, K: (s + K * a, sum(c / (s + k * a) for k in range(1, K + 1)))", "before"),
+        (3, "answer_3 = lambda model, idx, targets, lam: model.loss(idx, targets)[0]", "without any penalty"),
+        (3, "answer_3 = lambda model, idx, targets, lam: model.loss(idx, targets)[0]"
+            " + lam * sum(H.square().sum(-1).mean() for H in model.states(idx)) / 4", "too large"),
+        (4, "answer_4 = lambda H, H_1: H * (H_1.norm() / H.norm())", "own norm"),
+        (4, "answer_4 = lambda H, H_1: H_1", "direction"),
+        (5, "answer_5 = lambda margins, threshold: ((margins >= threshold).int().argmax(0) + 1).float().mean()", "argmax"),
+        (6, "answer_6 = dict(supervision='per_loop', readout='rmsnorm')", "drifts"),
+        (6, "answer_6 = dict(width=3)", "keys"),
+    ],
+    "02_stars_addition": [
+        (1, "answer_1 = lambda a, b: f'{a}+{b}= {a + b}§'", "backwards"),
+        (1, "answer_1 = lambda a, b: f'{a}+{b}={str(a + b)[::-1]}§'", "space"),
+        (1, "answer_1 = lambda a, b: f'{a}+{b}= {str(a + b)[::-1]}'", "end mark"),
+        (2, "answer_2 = [[2.0, 0.0], [0.0, 0.5]]", "normal"),
+        (2, "answer_2 = [[0.5, 1.0], [0.0, 0.5]]", "stretch"),
+        (3, "answer_3 = lambda step, h, v, eps=1e-5: (step(h + eps * v) - step(h)) / eps", "one-sided"),
+        (3, "answer_3 = lambda step, h, v, eps=1e-5: (step(h + eps * v) - step(h - eps * v)) / eps", "twice"),
+        (4, "answer_4 = (4.25, 2, 2)", "sum of the squares"),
+        (4, "answer_4 = (1.0625, 2, 0.5)", "largest"),
+        (5, "answer_5 = lambda steps: (steps[:-1] / steps[1:]).mean()", "upside down"),
+        (5, "answer_5 = lambda steps: (steps[1:] / steps[:-1]).mean()", "geometric"),
+        (6, "answer_6 = 1.0", "not below 1"),
+        (6, "answer_6 = 0.05", "a larger"),
+    ],
+}
+
+
+def is_solution(path):
+    return path.parent.name == "solutions"
+
+
+def checks(nb):
+    """The cells that check an exercise."""
+    return [cell for cell in nb.cells if "check" in cell.metadata.get("tags", [])]
+
+
+def printed(cell):
+    return "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
+
+
+def run(path, ipython_folder):
+    """The executed notebook. In an unanswered one each check is followed by the wrong answers for it (tagged `wrong`)."""
+    nb = nbformat.read(path, as_version=4)
+    if not is_solution(path):
+        cells, number = [], 0
+        for cell in nb.cells:
+            cells.append(cell)
+            if cell in checks(nb):
+                number += 1
+                unanswered = cells[-2].source
+                for n, code, reason in WRONG.get(path.stem, []):
+                    if n == number:
+                        wrong = {"tags": ["wrong"], "reason": reason, "code": code}
+                        cells.append(nbformat.v4.new_code_cell(f"{code}\n{cell.source}", metadata=wrong))
+                cells.append(nbformat.v4.new_code_cell(unanswered))
+        nb.cells = cells
+    client = NotebookClient(nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}})
+    client.execute(env=os.environ | {"FAST": "1", "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(ipython_folder)})
+    return nb
+
+
+@pytest.fixture(scope="module")
+def executed(request, tmp_path_factory):
+    """{path: future of the executed notebook} of those that the selected tests want."""
+    wanted = dict.fromkeys(item.callspec.params["path"] for item in request.session.items
+                           if "executed" in getattr(item, "fixturenames", ()))
+    pool, folder = ThreadPoolExecutor(2), tmp_path_factory.mktemp("ipython")
+    yield {path: pool.submit(run, path, folder) for path in wanted}
+    pool.shutdown(cancel_futures=True)
+
+
+def test_there_are_notebooks_and_each_has_its_solution():
+    assert PATHS
+    assert {p.name for p in PATHS if is_solution(p)} == {p.name for p in PATHS if not is_solution(p)}
+
+
+@each_notebook
+def test_runs_in_a_fresh_kernel_and_its_checks_say_what_they_should(path, executed):
+    nb = executed[path].result()
+    assert not [o.text for cell in nb.cells if cell.cell_type == "code" for o in cell.outputs if o.get("name") == "stderr"]
+    assert 4 <= len(checks(nb)) <= 6
+    for number, cell in enumerate(checks(nb), 1):
+        if is_solution(path):
+            assert printed(cell).startswith("Right: "), printed(cell)
+        else:
+            assert printed(cell).startswith(f"Not yet: exercise {number} still holds `...`. Write your answer in the cell")
+    for cell in nb.cells:
+        if "wrong" in cell.metadata.get("tags", []):
+            text = printed(cell)
+            assert text.startswith("Not yet: ") and cell.metadata.reason in text, (cell.metadata.code, text)
+
+
+@each_notebook
+def test_is_committed_with_small_outputs_of_a_complete_run(path):
+    nb = nbformat.read(path, as_version=4)
+    code = [cell for cell in nb.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert "FAST = False" in printed(code[-1])
+    for output in (output for cell in code for output in cell.outputs):
+        assert output.output_type in ("stream", "display_data") and output.get("name") != "stderr", output
+        data = output.get("data", {})
+        assert len(json.dumps(data.get("image/png", ""))) < 400_000
+        assert len(json.dumps({k: v for k, v in data.items() if k != "image/png"}) + output.get("text", "")) < 200_000
+    for number, cell in enumerate(checks(nb), 1):
+        assert printed(cell).startswith("Right: " if is_solution(path) else f"Not yet: exercise {number} ")
+
+
+def test_a_check_never_raises_and_says_why(capsys):
+    sys.path.insert(0, str(FOLDER))
+    try:
+        from teaching import check
+    finally:
+        sys.path.remove(str(FOLDER))
+    test = lambda f: ... if f(2) is ... else None if f(2) == 4 else f"for 2 it gives {f(2)}"
+    for answer in (..., lambda x: ..., lambda x: 1 / 0, lambda x: x + 1, lambda x: x * x):
+        check(7, answer, test, "a square")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["Not yet"] * 4 + ["Right"]
+    assert lines[0] == lines[1] and "exercise 7 still holds" in lines[0]
+    assert "ZeroDivisionError" in lines[2] and "for 2 it gives 3" in lines[3]
