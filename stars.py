@@ -407,9 +407,10 @@ def train_model(run):
     c, rows = run.config, run.options.batch_size // run.world
     if c.checkpointing:
         run.say("estimated memory: " + ", ".join(f"{name} {n / 1e9:.2f} GB" for name, n in training_memory(c, rows).items()))
-    model = run.start(LoopedTransformer(c))
-    if c.init_from and run.step == 0:
+    model = LoopedTransformer(c)
+    if c.init_from:
         load_ouro(model, c.init_from)
+    model = run.start(model)
     for step in run.steps():
         for idx, targets in run.batches():
             with run.autocast():

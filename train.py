@@ -369,7 +369,7 @@ class HubTokenizer:
     @classmethod
     def read(cls, directory):
         files = {path.name: path.read_bytes().decode("utf-8") for path in sorted(Path(directory or "?").glob("*.*"))
-                 if path.suffix in (".json", ".jinja", ".py", ".txt") and not path.name.endswith(".index.json")}
+                 if path.suffix in (".json", ".jinja", ".py", ".txt") and not path.name.endswith((".index.json", "eval.json"))}
         if "tokenizer.json" not in files:
             raise UserError(f"--init_from={directory}: expected a Hugging Face directory, with tokenizer.json in it")
         return cls(files)
@@ -1372,7 +1372,7 @@ def evaluate(path, e, tokenizer, block_size, settings):
     files = [Path(name) for name in e.eval.split(",") if name.endswith(".yaml")]
     if absent := [str(file) for file in files if not file.is_file()]:
         raise UserError(f"--eval={absent[0]}: no such file")
-    manager = tasks.TaskManager(include_path=[str(file.parent) for file in files] or None)
+    manager = tasks.TaskManager(include_path=sorted({str(file.parent) for file in files}) or None)
     names = e.eval.split(",")
     for i, name in enumerate(names):
         if name.endswith(".yaml"):
