@@ -1,7 +1,6 @@
 """Ouro in Hugging Face's layout, supervised fine-tuning, and lm-evaluation-harness; small files of the real formats, made
 here. What needs an optional package is skipped without it."""
 import json, math, sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -267,14 +266,14 @@ def test_every_row_is_seen_once_an_epoch_in_batches_of_similar_lengths(hub, prob
 
 def test_a_batch_is_its_rows_shifted_and_padded_and_processes_share_it(hub, problems, tmp_path):
     data = answer_data(hub, problems, tmp_path)
-    for split in ("train", "val"):
-        idx, targets = data.batch(split, 1)
-        for row, x, y in zip(data.rows(split, 1), idx, targets):
+    for split, i in [("val", 0), *(("train", i) for i in range(30))]:  # an epoch: row 0 is among them
+        idx, targets = data.batch(split, i)
+        for row, x, y in zip(data.rows(split, i), idx, targets, strict=True):
             tokens = data.tokens[data.ends[row - 1] if row else 0:data.ends[row]].tolist()
             n, first = len(tokens) - 1, data.firsts[row]
             assert x[:n].tolist() == tokens[:-1] and not x[n:].any()
             assert y[first - 1:n].tolist() == tokens[first:] and (y[:first - 1] == -1).all() and (y[n:] == -1).all()
-        shares = [data.batch(split, 1, rank, 2) for rank in range(2)]
+        shares = [data.batch(split, i, rank, 2) for rank in range(2)]
         assert torch.equal(torch.cat([a for a, _ in shares]), torch.cat([idx[0::2], idx[1::2]]))
 
 
