@@ -343,15 +343,19 @@ class FullBandwidthGPT(nn.Module):
         return like.new_zeros(c.n_layer, 2, B, c.n_kv_head, S, c.n_embd // c.n_head)
 
     @torch.no_grad()
-    def recurrent(self, idx, prefill=1, residuals=None):
+    def recurrent(self, idx, prefill=1, residuals=None, prefill_passes=0):
         """Final-normed states (B, T, D) of the sequential recurrence, which is soft decoding with idx (B, T) as tokens:
         a plain prefill of the first `prefill`, then each position fused with the state before it, with a KV cache.
-        residuals, a list: receives the residual stream of the last call of the stack."""
+        prefill_passes: fused passes of the prefill more, as in fused decoding. residuals, a list: receives the residual
+        stream of the last call of the stack."""
         (B, T), e, plain = idx.shape, self.embed(idx), self.plain(idx)[..., None]
         if prefill < T:
             self.need_feedback("the recurrence")
         cache = self.new_cache(B, T)
         states = [self.stack(e[:, :prefill], cache, residuals=residuals)]
+        for _ in range(prefill_passes):
+            x = self.feedback(states[0], e[:, :prefill], plain[:, :prefill, 0])
+            states = [self.stack(x, cache, residuals=residuals)]
         for t in range(prefill, T):
             now = e[:, t:t + 1]
             x = torch.where(plain[:, t:t + 1], now, self.fuse(now, states[-1][:, -1:]))
@@ -557,6 +561,25 @@ def diagnose(path):
     report(TASKS.get(options.dataset, decoding), runs, out)
 
 
+def evaluate(path, evaluation, modes, prefill_passes):
+    """The tasks of lm-evaluation-harness under each decoding mode, log-likelihoods too: those of soft and fused read the
+    continuation token by token, each fused with the state before it."""
+    model, _, tokenizer = load_model(path)
+
+    def under(mode):
+        def score(idx, n):
+            idx = idx.to(model.wte.weight.device)
+            if mode == "standard":
+                h = model.stack(model.embed(idx))
+            else:
+                model.need_feedback(f"--mode={mode}")
+                h = model.recurrent(idx, n, prefill_passes=prefill_passes if mode == "fused" else 0)
+            return model.readout(h[:, n - 1:])
+        return score, lambda prompts, n, stop: model.generate(prompts, n, mode, prefill_passes, temperature=0, stop=stop)
+    with torch.no_grad():
+        train.evaluate(path, evaluation, tokenizer, model.config.block_size, {mode: under(mode) for mode in modes})
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Reports on trained runs, one or a sweep's. A measure of a run yields (title of a table, columns, name of a row, values).
 
@@ -701,7 +724,7 @@ SWEEPS = {
 @dataclass
 class Arguments:
     prompt: str = ""  # text to continue; without it, the diagnostics are printed
-    mode: Literal["standard", "soft", "fused"] = "standard"  # feed back no state, those of new tokens, the prompt's too
+    mode: str = "standard"  # of decoding: standard, soft (feed back new tokens' states), fused (the prompt's too)
     prefill_passes: int = 1  # fused passes over the prompt, with --mode=fused
     max_new_tokens: int = 200  # how many tokens to generate
     temperature: float = 0.8  # 0: greedy
@@ -712,12 +735,19 @@ class Arguments:
     def __post_init__(self):
         check_at_least(self, 0, "max_new_tokens", "temperature", "top_k")
         check_at_least(self, 1, "prefill_passes")
+        for mode in self.mode.split(","):
+            if mode not in MODES:
+                raise UserError(f"--mode={mode}: invalid choice; {train.nearest(mode, MODES)}")
 
 
 def main(argv):
-    parser = train.Parser("python fullbandwidth.py RUN [--prompt=TEXT] [--field=value ...]", Arguments)
+    parser = train.Parser("python fullbandwidth.py RUN [--prompt=TEXT | --eval=TASK,..] [--field=value ...]", Arguments,
+                          train.Evaluation)
     path, values = parser.parse_run(argv)
-    a = Arguments(**values)
+    a, evaluation = (cls(**fields) for cls, fields in zip(
+        (Arguments, train.Evaluation), train.split_fields(values, Arguments, train.Evaluation)))
+    if evaluation.eval:
+        return evaluate(path, evaluation, a.mode.split(","), a.prefill_passes)
     if "prompt" not in values:
         return diagnose(path)
     model, _, tokenizer = load_model(path)

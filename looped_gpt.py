@@ -12,7 +12,7 @@ only a loss that sees the scale (a raw readout, a norm penalty), or a loop witho
 
 Letters: B batch, T tokens, D width, V vocabulary, K loops, H_k the (B, T, D) state after loop k; u = H / s, s = ||H||.
 """
-import copy, math, statistics, sys, time
+import copy, math, re, statistics, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -464,6 +464,22 @@ def diagnose(path):
     print(f"\ndrawn in {model_directory(path) / 'diagnostics.png'}")
 
 
+def evaluate(path, evaluation, loops):
+    """The tasks of lm-evaluation-harness, exiting after each of the loops, with KV caches of loops x layers slots."""
+    model, _, tokenizer = train.load_model(path, "looped_gpt", LoopedGPT)
+    c, like = model.config, model.wte.weight
+
+    def at(K):
+        states = lambda idx, cache=None, start=0: model.states(idx, K, cache=cache, start=start)[-1]
+        readout = lambda h: model.readout(h, final=K >= c.num_loops)
+        new_cache = lambda B, S: like.new_empty(K, c.n_layer, 2, B, c.n_head, S, c.n_embd // c.n_head)
+        return (lambda idx, n: readout(states(idx.to(like.device))[:, n - 1:]),
+                lambda *arguments: train.decode(states, readout, new_cache, *arguments))
+    loops = [K or c.num_loops for K in loops]
+    with torch.no_grad():
+        train.evaluate(path, evaluation, tokenizer, c.block_size, {f"loops={K}": at(K) for K in loops})
+
+
 def model_directory(path):
     return Path(path) if Path(path).is_dir() else Path(path).parent
 
@@ -518,7 +534,7 @@ SWEEPS = {"table1": ({
 @dataclass
 class Arguments:
     prompt: str = None  # text to continue; without it, the diagnostics are printed
-    loops: int = None  # exit after this loop; by default after the trained number
+    loops: str = ""  # exit after this loop, with --eval after each of 1,2,..; by default after the trained number
     max_new_tokens: int = 200  # how many tokens to generate
     temperature: float = 0.8  # 0: greedy
     top_k: int = 50  # sample from the k likeliest; 0: from all
@@ -526,23 +542,28 @@ class Arguments:
 
     def __post_init__(self):
         check_at_least(self, 0, "max_new_tokens", "temperature", "top_k", "seed")
-        if self.loops is not None:
-            check_at_least(self, 1, "loops")
+        if not re.fullmatch(r"([1-9]\d*(,[1-9]\d*)*)?", self.loops, re.ASCII):
+            raise UserError(f"--loops={self.loops}: expected a number of at least 1, or several as in --loops=1,2,4")
         if self.prompt == "":
             raise UserError("--prompt is empty: give at least one character to continue")
 
 
 def main(argv):
-    parser = train.Parser("python looped_gpt.py RUN [--prompt=TEXT] [--field=value ...]", Arguments)
+    parser = train.Parser("python looped_gpt.py RUN [--prompt=TEXT | --eval=TASK,..] [--field=value ...]", Arguments,
+                          train.Evaluation)
     path, values = parser.parse_run(argv)
-    arguments = Arguments(**values)
+    arguments, evaluation = (cls(**fields) for cls, fields in zip(
+        (Arguments, train.Evaluation), train.split_fields(values, Arguments, train.Evaluation)))
+    loops = [int(k) for k in arguments.loops.split(",") if k] or [None]
+    if evaluation.eval:
+        return evaluate(path, evaluation, loops)
     if arguments.prompt is None:
         return diagnose(path)
     model, _, tokenizer = train.load_model(path, "looped_gpt", LoopedGPT)
     if tokenizer.spec["name"] == "regex" and (missing := tokenizer.missing(arguments.prompt)):
         print(f"warning: read as <unk>, since the training text lacks them: {missing}", file=sys.stderr)
     idx = torch.tensor([tokenizer.encode(arguments.prompt)], device=model.wte.weight.device)
-    new = model.generate(idx, arguments.max_new_tokens, arguments.loops, arguments.temperature, arguments.top_k,
+    new = model.generate(idx, arguments.max_new_tokens, loops[-1], arguments.temperature, arguments.top_k,
                          arguments.seed)
     print(tokenizer.decode(new[0].tolist()))
 

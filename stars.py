@@ -13,6 +13,8 @@ penalises ||J v||^2 for a random unit v at the state of the sampled loop: loss =
     python train.py stars --sweep=optimizer                          # the default against AdamW at the paper's settings
     python stars.py out/stars-addition                               # accuracy against loops, convergence, spectra
     python stars.py out/stars-addition --ask=1750+4733 --loops=1,2,4,8,64
+    python train.py stars --preset=ouro-1.4b --init_from=DIRECTORY   # fine-tune Ouro-1.4B, one 80 GB GPU
+    python stars.py out/stars-ouro-1.4b --eval=gsm8k --loops=1,2,4,8 # in lm-evaluation-harness
 
 What one random v measures is *not* rho: E ||J v||^2 = ||J||_F^2 / N, the mean squared gain, for J v and J^T v alike.
 Power steps on J (or on its transpose) go to the dominant eigenvector, hence to rho; on J^T J to sigma_max, the largest
@@ -20,14 +22,16 @@ singular value, which is at least rho. Where J is far from normal all three diff
 
 Letters: B batch, T tokens, D width, h^(t) the (B, T, D) state after loop t, N = T D, J the (N, N) Jacobian of one loop.
 """
-import copy, math, re
-from dataclasses import dataclass
+import copy, json, math, re
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import train
 from train import UserError, check_at_least, cross_entropy
@@ -52,6 +56,7 @@ class Config:
     positions: Literal["learned", "rope"] = "learned"  # position embeddings, or rotations of queries and keys
     rope_theta: float = 10_000.0  # the slowest rotation's period is about 2 pi theta
     tied: bool = True  # the readout multiplies with the input embeddings
+    exit_gate: bool = False  # carry Ouro's exit gate, which STARS neither uses nor trains
     dropout: float = 0.0  # on the embeddings and on each sublayer's output
     num_loops: int = 4  # loops when fixed, the Poisson mean, and the loops of an evaluation
     loop_sampling: Literal["fixed", "lognormal", "poisson", "uniform"] = "lognormal"  # t of each training step
@@ -66,6 +71,8 @@ class Config:
     jsrr_steps: int = 1  # power-iteration steps on v; only the last has a gradient
     jsrr_rows: float = 0.25  # share of the batch at which J is taken
     jsrr_detach: bool = False  # no gradient of JSRR through the state; costs one more loop of those rows
+    checkpointing: bool = False  # keep only each layer's input for the backward pass and run the layer again there
+    init_from: str = ""  # a Hugging Face directory of Ouro's layout to start from: weights, tokenizer, chat template
 
     def __post_init__(self):
         check_at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "mlp_width", "num_loops",
@@ -89,10 +96,15 @@ class Config:
             raise UserError(f"--n_embd={self.n_embd} is not divisible by --n_head={self.n_head}")
         if self.positions == "rope" and self.n_embd // self.n_head % 2:
             raise UserError(f"--positions=rope needs heads of an even width, not {self.n_embd // self.n_head}")
+        if self.checkpointing and self.jsrr_lambda and self.jsrr_mode == "vjp":
+            raise UserError("--checkpointing needs --jsrr_mode=jvp: reverse mode cannot run a layer again")
 
 
 TOY = dict(dataset="addition", optimizer="muon", muon_lr=0.008, lr=2e-3, max_steps=1800, batch_size=256, schedule="wsd",
            decay_share=0.4, warmup_steps=20, log_interval=25, eval_interval=250, eval_batches=4)
+OURO = dict(vocab_size=49_152, block_size=2048, n_layer=24, n_head=16, n_embd=2048, mlp_width=5632, activation="swiglu",
+            placement="pre_sandwich", norm="rmsnorm", state_norm=True, positions="rope", rope_theta=1e6, tied=False,
+            exit_gate=True, num_loops=4)
 PRESETS = {
     "addition": TOY,
     "small": TOY | dict(digits=3, n_embd=64, mlp_width=256, batch_size=128, max_steps=1000, eval_interval=100),
@@ -101,6 +113,10 @@ PRESETS = {
                   max_loops=100, num_loops=8, jsrr_gate=0.0, jsrr_rows=1.0, lr=1e-4, warmup_steps=2000,
                   schedule="cosine", max_steps=10_000, batch_size=512, log_interval=50, eval_interval=500,
                   eval_batches=4),
+    "ouro-1.4b": OURO | dict(
+        loop_mu=1.7, loop_sigma=0.4, jsrr_gate=0.0, jsrr_mode="jvp", jsrr_rows=1.0, checkpointing=True, lr=1e-6, beta2=0.95,
+        weight_decay=0.0, max_steps=12_500, schedule="wsd", warmup_steps=1250, decay_share=0.1, batch_size=2, grad_accum=16,
+        dataset="AI-MO/NuminaMath-1.5", tokenizer="hub", log_interval=10, eval_interval=500, eval_batches=32),
 }
 SHOW = ("loops", "jsrr", "val_exact")  # printed beside the loss, and drawn in curves.png
 LOOPS = "1,2,3,4,6,8,16,32,64,128,256"  # where accuracy is measured
@@ -123,7 +139,7 @@ class Norm(nn.Module):
 
     def forward(self, h):
         if self.kind == "rmsnorm":
-            return F.rms_norm(h, h.shape[-1:], self.gain, 1e-6)
+            return F.rms_norm(h.to(self.gain.dtype), h.shape[-1:], self.gain, 1e-6)  # float32 under autocast
         if self.by_rms:
             h = F.rms_norm(h - h.mean(-1, keepdim=True), h.shape[-1:], self.gain, 1e-6)
             return h if self.bias is None else h + self.bias
@@ -131,7 +147,8 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal, in elementary operations: the fused kernels have neither second derivatives nor forward mode."""
+    """Causal, in elementary operations: the fused kernels have neither second derivatives nor forward mode. Windows of
+    more than 64 tokens use a fused kernel, T x T weights being large, except in `product`, which has PyTorch split it."""
 
     def __init__(self, config):
         super().__init__()
@@ -146,7 +163,10 @@ class Attention(nn.Module):
             q, k = rotate(q, rope), rotate(k, rope)
         if cache is not None:  # (2, B, nh, block_size, hs): this (loop, layer)'s keys and values so far
             cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
-            k, v = cache[:, :, :, :start + T].to(k.dtype)
+            k, v = cache[:, :, :, :start + T]
+        if T > 64 and not start:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.out(y.transpose(1, 2).reshape(B, T, D))
         future = torch.ones(T, start + T, dtype=torch.bool, device=x.device).triu(start + 1)
         weights = (q @ k.transpose(-2, -1) / math.sqrt(D // self.n_head)).masked_fill(future, -math.inf).softmax(-1)
         return self.out((weights.to(v.dtype) @ v).transpose(1, 2).reshape(B, T, D))
@@ -155,8 +175,9 @@ class Attention(nn.Module):
 def rope_table(config):
     """cos and sin, (2, block_size, hs): position times theta^(-2i / hs), in the half-rotation layout."""
     hs = config.n_embd // config.n_head
-    angles = torch.arange(config.block_size)[:, None] * config.rope_theta ** (-torch.arange(0, hs, 2) / hs)
-    return torch.stack([angles.cos(), angles.sin()]).repeat(1, 1, 2)
+    frequencies = config.rope_theta ** (-torch.arange(0, hs, 2, dtype=torch.float64) / hs)
+    angles = torch.arange(config.block_size)[:, None] * frequencies
+    return torch.stack([angles.cos(), angles.sin()]).repeat(1, 1, 2).float()
 
 
 def rotate(x, rope):
@@ -221,6 +242,7 @@ class LoopedTransformer(nn.Module):
         self.blocks = nn.ModuleList([Block(config) for _ in range(config.n_prelude + config.n_layer + config.n_coda)])
         self.norm = Norm(config)
         self.head = None if config.tied else nn.Linear(D, config.vocab_size, bias=False)
+        self.gate = nn.Linear(D, 1) if config.exit_gate else None
         self.dropout = nn.Dropout(config.dropout)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -229,8 +251,12 @@ class LoopedTransformer(nn.Module):
     def run_blocks(self, h, first, n, cache, start):
         rope = None if self.rope is None else self.rope[:, start:start + h.shape[1]]
         for i, block in enumerate(self.blocks[first:first + n]):
-            h = block(h, rope, None if cache is None else cache[i], start)
+            slot = None if cache is None else cache[i]
+            h = checkpoint(block, h, rope, use_reentrant=False) if self.checkpoints() else block(h, rope, slot, start)
         return h
+
+    def checkpoints(self):
+        return self.config.checkpointing and self.training and torch.is_grad_enabled()
 
     def embed(self, idx, cache=None, start=0):
         """h^(0), (B, T, D), of tokens (B, T) at positions start ..: embeddings, then the prelude."""
@@ -275,7 +301,7 @@ class LoopedTransformer(nn.Module):
                                 (answer / answer.sum()).flatten())
         if not self.training:
             return loss, {"exact": self.exact(h, targets)}
-        metrics = {"loops": torch.tensor(float(t), device=idx.device)}
+        metrics = {"loops": torch.full((), float(t), device=idx.device)}  # a copy from the CPU would wait
         if jsrr is not None:
             gated = c.jsrr_lambda * torch.exp(-c.jsrr_gate * loss.detach())
             loss, metrics["jsrr"] = (1 - gated) * loss + gated * jsrr, jsrr
@@ -301,13 +327,26 @@ class LoopedTransformer(nn.Module):
         fixed, v = at.detach(), random_directions(at)
         with torch.compiler.set_stance("force_eager"):
             for _ in range(c.jsrr_steps - 1):
-                v = normalize(product(self.step, fixed, v, c.jsrr_mode)[1].detach())
-            after, Jv = product(self.step, fixed if c.jsrr_detach else at, v, c.jsrr_mode)
+                v = normalize(self.step_and_product(fixed, v)[1].detach())
+            after, Jv = self.step_and_product(fixed if c.jsrr_detach else at, v)
         if c.jsrr_detach:
             after = self.step(h)
         elif len(at) < len(h):
             after = torch.cat([after, self.step(h[len(at):])])
         return after, Jv.to(torch.promote_types(Jv.dtype, torch.float32)).square().sum() / len(at)
+
+    def step_and_product(self, h, v):
+        """`product` of one loop in the configured mode; with checkpointing layer by layer, each J v run again later."""
+        c = self.config
+        if not self.checkpoints():
+            return product(self.step, h, v, c.jsrr_mode)
+
+        def layer(block, h, v):
+            with torch.compiler.set_stance("force_eager"):  # here, since the backward pass runs it again
+                return product(lambda x: block(x, self.rope[:, :x.shape[1]]), h, v, "jvp")
+        for block in self.blocks[c.n_prelude:c.n_prelude + c.n_layer]:
+            h, v = checkpoint(layer, block, h, v, use_reentrant=False)
+        return product(self.norm, h, v, "jvp") if c.state_norm else (h, v)
 
     def flops_per_token(self):
         """Training FLOPs per token at the mean loop count, without JSRR's: 6 per weight used, 6 T D per attention."""
@@ -316,25 +355,31 @@ class LoopedTransformer(nn.Module):
         loops = sample_loops(c, 10_000, torch.Generator().manual_seed(0)).float().mean().item()
         return 6 * (layer * (c.n_layer * loops + c.n_prelude + c.n_coda) + c.vocab_size * c.n_embd)
 
+    def final(self, idx, num_loops, cache=None, start=0):
+        """What the readout's matrix is multiplied with after num_loops loops, (B, T, D), of tokens at start .."""
+        c, n = self.config, self.config.n_prelude + num_loops * self.config.n_layer
+        part = lambda first, size: None if cache is None else cache[first:first + size]
+        h = self.embed(idx, part(0, c.n_prelude), start)
+        for t in range(num_loops):
+            h = self.step(h, part(c.n_prelude + t * c.n_layer, c.n_layer), start)
+        return self.normed(h, part(n, c.n_coda), start)
+
+    def new_cache(self, B, S, num_loops):
+        """Keys and values of S tokens: a slot per prelude layer, per (loop, layer), and per coda layer."""
+        c, like = self.config, self.wte.weight
+        slots, autocast = c.n_prelude + num_loops * c.n_layer + c.n_coda, torch.is_autocast_enabled(like.device.type)
+        return torch.empty(slots, 2, B, c.n_head, S, c.n_embd // c.n_head, device=like.device,
+                           dtype=torch.get_autocast_dtype(like.device.type) if autocast else like.dtype)
+
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, num_loops=None, use_cache=True):
-        """Continue idx (B, T) greedily by max_new_tokens, to block_size + 1 tokens at most, with num_loops loops.
-
-        The KV cache has one slot per prelude layer, per (loop, layer), and per coda layer.
-        """
-        c, K = self.config, num_loops or self.config.num_loops
-        n, cache, length = c.n_prelude + K * c.n_layer, None, 0  # length: how many tokens are in the cache
-        if use_cache:
-            slots = (n + c.n_coda, 2, len(idx), c.n_head, c.block_size, c.n_embd // c.n_head)
-            cache = torch.empty(slots, dtype=self.wte.weight.dtype, device=idx.device)
-        part = lambda first, size: None if cache is None else cache[first:first + size]
+        """Continue idx (B, T) greedily by max_new_tokens, to block_size + 1 tokens at most, with num_loops loops."""
+        K, length = num_loops or self.config.num_loops, 0  # length: how many tokens are in the cache
+        cache = self.new_cache(len(idx), self.config.block_size, K) if use_cache else None
         for _ in range(max_new_tokens):
-            h = self.embed(idx[:, length:], part(0, c.n_prelude), length)
-            for t in range(K):
-                h = self.step(h, part(c.n_prelude + t * c.n_layer, c.n_layer), length)
-            logits = self.readout(h, part(n, c.n_coda), length)
+            h = self.final(idx[:, length:], K, cache, length)[:, -1:]
             length = idx.shape[1] if use_cache else 0
-            idx = torch.cat([idx, logits[:, -1:].argmax(-1)], dim=1)
+            idx = torch.cat([idx, F.linear(h, self.readout_weight).argmax(-1)], dim=1)
         return idx
 
 
@@ -357,16 +402,140 @@ def sample_loops(config, n=1, generator=None):
 # Training. train.py's Run does the rest: devices, data, optimiser, schedule, evaluation, log, checkpoints.
 
 def train_model(run):
-    model = run.start(LoopedTransformer(run.config))
+    c, rows = run.config, run.options.batch_size // run.world
+    if c.checkpointing:
+        run.say("estimated memory: " + ", ".join(f"{name} {n / 1e9:.2f} GB" for name, n in training_memory(c, rows).items()))
+    model = LoopedTransformer(c)
+    if c.init_from:
+        load_ouro(model, c.init_from)
+    model = run.start(model)
     for step in run.steps():
         for idx, targets in run.batches():
             with run.autocast():
                 loss, metrics = model.loss(idx, targets)
             run.backward(loss, metrics)
         run.update()
+    if c.checkpointing:
+        run.say(f"measured at the peak: {train.peak_memory(run.device) / 1e9:.2f} GB")
     for last in [row for row in run.rows if "val_exact" in row][-1:]:
-        run.say(f"{last['val_exact']:.2%} of the held-out sums exactly right at {run.config.num_loops} loops: see "
+        run.say(f"{last['val_exact']:.2%} of the held-out answers exactly right at {run.config.num_loops} loops: see "
                 f"{run.out}/curves.png, then run\npython stars.py {run.out}")
+
+
+def training_memory(config, rows):
+    """{part: bytes} of a training step with checkpointing on `rows` full windows, with AdamW, in bfloat16: an estimate
+    at max_loops, and the total."""
+    c, tokens = config, rows * config.block_size
+    with torch.device("meta"):
+        P = sum(p.numel() for p in LoopedTransformer(c).parameters())
+    parts = {"weights, gradients and AdamW's moments": 16 * P, "bfloat16 weights": 2 * P,
+             "layer inputs": 4 * tokens * c.n_embd * c.n_layer * (c.max_loops + 1),
+             "one layer": tokens * (90 * c.n_embd + 16 * c.mlp_width),
+             "J v of one layer": 48 * math.ceil(rows * c.jsrr_rows) * c.n_head * c.block_size ** 2 * (c.jsrr_lambda > 0),
+             "logits": 12 * min(train.CHUNK["cuda"], tokens * c.vocab_size)}
+    return parts | {"together": sum(parts.values())}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ouro's files, as Hugging Face lays them out: config.json, safetensors in one file or in shards with an index, tokenizer.
+
+OURO_FIELDS = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+               "n_embd": "hidden_size", "mlp_width": "intermediate_size", "rope_theta": "rope_theta",
+               "num_loops": "total_ut_steps"}
+
+
+def ouro_config(directory):
+    """The Config of a Hugging Face directory of Ouro's layout; the context stays at the preset's block_size."""
+    try:
+        hub = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+        fields = OURO | {ours: hub[theirs] for ours, theirs in OURO_FIELDS.items()}
+        expected = {"num_key_value_heads": hub["num_attention_heads"], "rms_norm_eps": 1e-6, "hidden_act": "silu",
+                    "tie_word_embeddings": False}
+        if differing := [f"{k} is {hub[k]}, not {v}" for k, v in expected.items() if hub[k] != v]:
+            raise ValueError("; ".join(differing))
+        return Config(**fields)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{directory}/config.json does not describe a model of Ouro's form ({type(error).__name__}: "
+                        f"{error})") from None
+
+
+def ouro_tensors(model):
+    """{name in Ouro's files: this model's tensor, or its rows of a fused one}: views, to be read and written through."""
+    tensors = {"model.embed_tokens.weight": model.wte.weight, "model.norm.weight": model.norm.gain,
+               "model.early_exit_gate.weight": model.gate.weight, "model.early_exit_gate.bias": model.gate.bias,
+               "lm_head.weight": model.head.weight}
+    for i, block in enumerate(model.blocks):
+        q, k, v = block.attn.qkv.weight.chunk(3)
+        gate, up = block.mlp.up.weight.chunk(2)
+        layer = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v,
+                 "self_attn.o_proj": block.attn.out.weight, "mlp.gate_proj": gate, "mlp.up_proj": up,
+                 "mlp.down_proj": block.mlp.down.weight,
+                 "input_layernorm": block.norm1.gain, "input_layernorm_2": block.norm2.gain,
+                 "post_attention_layernorm": block.norm3.gain, "post_attention_layernorm_2": block.norm4.gain}
+        tensors |= {f"model.layers.{i}.{name}.weight": tensor for name, tensor in layer.items()}
+    return tensors
+
+
+@torch.no_grad()
+def load_ouro(model, directory):
+    """Copy a Hugging Face directory's weights, of any float dtype, into the model. UserError names the tensors that are
+    missing, extra or of another shape."""
+    safetensors, directory = train.optional("safetensors"), Path(directory)
+    there, c = asdict(ouro_config(directory)), model.config
+    differing = [k for k in OURO if k not in ("block_size", "num_loops") and there[k] != getattr(c, k)]
+    if differing:
+        raise UserError(f"{directory} has another architecture than this run: to --preset=ouro-1.4b add "
+                        f"{' '.join(f'--{k}={there[k]}' for k in differing)}")
+    left, wrong, shard = ouro_tensors(model), [], "model.safetensors.index.json"
+    try:
+        shards = {"model.safetensors"}
+        if (directory / shard).exists():
+            shards = set(json.loads((directory / shard).read_text(encoding="utf-8"))["weight_map"].values())
+        for shard in sorted(shards):
+            with safetensors.safe_open(directory / shard, "pt") as f:
+                for name in f.keys():
+                    tensor = f.get_tensor(name)
+                    if name not in left:
+                        wrong.append(f"{name} is extra")
+                    elif tensor.shape != left[name].shape or not tensor.is_floating_point():
+                        wrong.append(f"{name} is {[*tensor.shape]} {str(tensor.dtype)[6:]}, not {[*left.pop(name).shape]}")
+                    else:
+                        left.pop(name).copy_(tensor)
+    except FileNotFoundError:
+        raise UserError(f"{directory} lacks its weights: there is no {shard}") from None
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{directory / shard} is damaged: {type(error).__name__}, {' '.join(str(error).split())}") from None
+    wrong += [f"{name} is missing" for name in left]
+    if wrong:
+        raise UserError(f"{directory}: {len(wrong)} tensors do not fit; {'; '.join(wrong[:4])}{' ..' * (len(wrong) > 4)}")
+
+
+def export_ouro(model, tokenizer, directory):
+    """Write the model as load_ouro reads it, in the dtype of its config.json, with the files that the weights came with."""
+    safetensors, directory = train.optional("safetensors.torch"), Path(directory)
+    if tokenizer.spec["name"] != "hub":
+        raise UserError("--export: only a model that was fine-tuned from Ouro's files can go back to them")
+    if directory.exists() and any(directory.iterdir()):
+        raise UserError(f"--export={directory} is not empty: choose another directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in tokenizer.spec["files"].items():
+        (directory / name).write_bytes(text.encode())
+    hub = json.loads(tokenizer.spec["files"]["config.json"])
+    dtype = getattr(torch, hub.get("dtype") or hub.get("torch_dtype") or "float32")
+    tensors = {name: tensor.detach().to("cpu", dtype, copy=True) for name, tensor in ouro_tensors(model).items()}
+    path = directory / "model.safetensors"
+    with train.whole_file(path) as f:
+        f.write(safetensors.save(tensors, metadata={"format": "pt"}))
+    print(f"{len(tensors)} tensors in {str(dtype)[6:]} written to {path}")
+
+
+def load(path):
+    """(model, options, tokenizer) of a run, or of a Hugging Face directory of Ouro's layout."""
+    if not (Path(path) / "tokenizer.json").exists():
+        return train.load_model(path, "stars", LoopedTransformer)
+    model, tokenizer = LoopedTransformer(ouro_config(path)), train.HubTokenizer.read(path)
+    load_ouro(model, path)
+    return model.to(train.pick_device("auto")).eval(), train.Options(tokenizer="hub"), tokenizer
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -384,10 +553,11 @@ def random_directions(h, generator=None):
 
 def product(f, h, v, mode):
     """(f(h), J v) for mode jvp, forward mode; (f(h), J^T v) for vjp, reverse mode. Both can be differentiated again."""
-    if mode == "jvp":
-        return torch.func.jvp(f, (h,), (v,))
-    after, pull = torch.func.vjp(f, h)
-    return after, pull(v.to(after.dtype))[0]
+    with sdpa_kernel(SDPBackend.MATH):
+        if mode == "jvp":
+            return torch.func.jvp(f, (h,), (v,))
+        after, pull = torch.func.vjp(f, h)
+        return after, pull(v.to(after.dtype))[0]
 
 
 @torch.no_grad()
@@ -523,6 +693,43 @@ def diagnose(path, loops, sums):
     print(f"\ndrawn in {out / 'diagnostics.png'}")
 
 
+def diagnose_answers(path, loops):
+    """Print, on a fine-tuned run's held-out rows, at each loop count: CE of the solutions, the share of their tokens that
+    greedy decoding gets right given those before, how far a loop moves the state, and the one-step gain ||J v||."""
+    model, options, tokenizer = load(path)
+    _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
+    print("loops t       CE   right tokens   ||h^(t+1) - h^(t)|| / ||h^(t)||   mean ||h^(t)||   one-step ||J v||")
+    table, device = torch.zeros(len(loops), 5), model.wte.weight.device.type
+    for idx, targets in batches:
+        given, generator = targets >= 0, torch.Generator(idx.device).manual_seed(0)
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            for t, h in enumerate(trajectory(model, idx, max(loops))):
+                if t in loops:
+                    logits = F.linear(model.normed(h)[given], model.readout_weight).float()
+                    after, Jv = product(model.step, h, random_directions(h, generator), "jvp")
+                    table[loops.index(t)] += torch.stack([
+                        F.cross_entropy(logits, targets[given]), (logits.argmax(-1) == targets[given]).float().mean(),
+                        (after - h).flatten(1).norm(dim=1).div(h.flatten(1).norm(dim=1)).mean(), h.norm(dim=-1).mean(),
+                        Jv.flatten(1).norm(dim=1).mean()]).cpu() / len(batches)
+    for t, row in zip(loops, table.tolist()):
+        print("{:7d}   {:6.4f}   {:12.2%}   {:31.2e}   {:14.2f}   {:16.4f}".format(t, *row))
+
+
+def evaluate(path, evaluation, loops):
+    """The tasks of lm-evaluation-harness at each loop count, with KV caches of loops x layers slots."""
+    model, _, tokenizer = load(path)
+    device = model.wte.weight.device
+
+    def at(t):
+        readout = lambda h: F.linear(h, model.readout_weight)
+        return (lambda idx, n: readout(model.final(idx.to(device), t)[:, n - 1:]),
+                lambda *arguments: train.decode(lambda *x: model.final(x[0], t, *x[1:]), readout,
+                                                lambda B, S: model.new_cache(B, S, t), *arguments))
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        train.evaluate(path, evaluation, tokenizer, model.config.block_size,
+                       {f"loops={t}": at(t) for t in loops or [model.config.num_loops]})
+
+
 def ask(path, question, loops):
     """Answer one sum at each loop count."""
     model, options, tokenizer = train.load_model(path, "stars", LoopedTransformer)
@@ -618,6 +825,7 @@ SWEEPS = {
 @dataclass
 class Arguments:
     ask: str = ""  # a sum to answer, as 1750+4733; without it, the diagnostics are printed
+    export: str = ""  # a directory to write a fine-tuned Ouro to, in its Hugging Face layout
     loops: str = LOOPS  # loop counts, separated by commas
     sums: int = 2000  # held-out sums for the accuracy
 
@@ -628,12 +836,20 @@ class Arguments:
 
 
 def main(argv):
-    parser = train.Parser("python stars.py RUN [--ask=1750+4733] [--field=value ...]", Arguments)
-    path, values = parser.parse_run(argv)
-    arguments = Arguments(**values)
+    usage = "python stars.py RUN [--ask=1750+4733 | --eval=TASK,.. | --export=DIRECTORY] [--field=value ...]"
+    path, values = train.Parser(usage, Arguments, train.Evaluation).parse_run(argv)
+    arguments, evaluation = (cls(**fields) for cls, fields in zip(
+        (Arguments, train.Evaluation), train.split_fields(values, Arguments, train.Evaluation)))
     loops = [int(t) for t in arguments.loops.split(",")]
+    if arguments.export:
+        model, _, tokenizer = load(path)
+        return export_ouro(model, tokenizer, arguments.export)
+    if evaluation.eval:
+        return evaluate(path, evaluation, loops if "loops" in values else [])
     if arguments.ask:
         return ask(path, arguments.ask, loops)
+    if train.load_checkpoint(path, "stars")["tokenizer"]["name"] == "hub":
+        return diagnose_answers(path, loops if "loops" in values else [1, 2, 3, 4, 6, 8, 12, 16])
     diagnose(path, loops, arguments.sums)
 
 

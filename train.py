@@ -11,7 +11,7 @@ schedule, log, checkpoint), sweeps. A script brings `Config`, `PRESETS`, `SWEEPS
 training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
 """
 import argparse, collections, contextlib, csv, dataclasses, difflib, functools, hashlib, http.client, importlib, inspect
-import io, json, math, multiprocessing, os, pydoc_data.topics, re, signal, sys, time, urllib.request, zipfile
+import io, itertools, json, math, multiprocessing, os, pydoc_data.topics, re, signal, sys, time, urllib.request, zipfile
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -33,7 +33,7 @@ class UserError(ValueError):
 @dataclasses.dataclass
 class Options:
     dataset: str = "python-docs"  # or shakespeare, wikitext-2, wikitext-103, addition, running-sum, statetrack, a text file
-    tokenizer: Literal["char", "regex", "gpt2"] = "char"  # characters; words and runs of white space; GPT-2's BPE
+    tokenizer: Literal["char", "regex", "gpt2", "hub"] = "char"  # hub: the one of --init_from
     data_dir: str = "data"  # where downloads and token caches are kept
     out_dir: str = ""  # the run directory; empty: out/MODEL-PRESET
     max_steps: int = 600  # optimiser steps; 0: as many as `epochs` takes
@@ -264,7 +264,7 @@ class Tokenizer:
 
 class GPT2Tokenizer:
     """GPT-2's byte-level BPE through tiktoken: 50,257 types, round-trips every text."""
-    spec = {"name": "gpt2"}
+    spec, eos = {"name": "gpt2"}, 50_256
 
     def __init__(self, data_dir="data"):
         import tiktoken, tiktoken.load
@@ -289,7 +289,65 @@ class GPT2Tokenizer:
         return self.bpe.decode(list(ids))
 
 
+class HubTokenizer:
+    """The tokenizer and chat template of a Hugging Face directory. spec["files"] are its text files, {name: text}, so that
+    a checkpoint is complete and can be exported.
+
+    The library `tokenizers` reads tokenizer.json, which is exact. tiktoken would join any two neighbours whose bytes are a
+    token, where tokenizer.json lists the pairs, and normaliser, pre-tokeniser and added tokens would all be ours to redo.
+    """
+
+    def __init__(self, files):
+        from jinja2.sandbox import ImmutableSandboxedEnvironment  # torch requires jinja2
+        library, self.spec = optional("tokenizers"), {"name": "hub", "files": files}
+        try:
+            self.bpe = library.Tokenizer.from_str(files["tokenizer.json"])
+            config = json.loads(files.get("tokenizer_config.json", "{}"))
+            template = files.get("chat_template.jinja") or config.get("chat_template")
+            if isinstance(template, list):  # several, by name
+                template = {t["name"]: t["template"] for t in template}["default"]
+            environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+            self.template = environment.from_string(template) if template else None
+        except Exception as error:  # the library raises plain Exceptions
+            raise UserError(f"the tokenizer's files cannot be read: {type(error).__name__}, {str(error)[:200]}") from None
+        text = lambda token: token["content"] if isinstance(token, dict) else token
+        self.specials = {name: text(config[name]) for name in ("bos_token", "eos_token") if config.get(name)}
+        self.eos = self.bpe.token_to_id(self.specials.get("eos_token", ""))
+        self.vocab_size = 1 + max(self.bpe.get_vocab().values())
+
+    @classmethod
+    def read(cls, directory):
+        files = {path.name: path.read_bytes().decode("utf-8") for path in sorted(Path(directory or "?").glob("*.*"))
+                 if path.suffix in (".json", ".jinja", ".py", ".txt") and not path.name.endswith((".index.json", "eval.json"))}
+        if "tokenizer.json" not in files:
+            raise UserError(f"--init_from={directory}: expected a Hugging Face directory, with tokenizer.json in it")
+        return cls(files)
+
+    def encode(self, text):
+        return self.bpe.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids):
+        return self.bpe.decode(ids, skip_special_tokens=False)
+
+    def chat(self, messages, add_generation_prompt):
+        """Messages, [{"role", "content"}, ..], as the template writes them; with the beginning of an answer, or not."""
+        if not self.template:
+            raise UserError("this tokenizer has no chat template: put one into chat_template.jinja beside tokenizer.json")
+        return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.specials)
+
+
+def optional(module):
+    """A module of an optional package; UserError says what to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0].replace("_", "-")
+        raise UserError(f"this needs the package {package}: pip install {package}") from None
+
+
 def build_tokenizer(spec, data_dir="data"):
+    if spec["name"] == "hub":
+        return HubTokenizer(spec["files"])
     return GPT2Tokenizer(data_dir) if spec["name"] == "gpt2" else Tokenizer(spec["name"], spec["vocab"])
 
 
@@ -499,8 +557,129 @@ class StateTrackData:
         return idx[rank::world], targets[rank::world]
 
 
+SYSTEM = "You are a helpful assistant who reasons carefully before giving the answer."  # of every chat
+
+
+def read_problems(dataset):
+    """Two lists, `problem` and `solution`, of a .jsonl or .parquet file or of a hub data set's split "train"."""
+    kind = {".jsonl": "json", ".parquet": "parquet"}.get(Path(dataset).suffix)
+    if kind and not Path(dataset).is_file():
+        raise UserError(f"--dataset={dataset}: no such file")
+    try:
+        if kind == "json":
+            with open(dataset, encoding="utf-8") as f:
+                rows = [json.loads(line) for line in f if line.strip()]
+            return [[row.get(name) for row in rows] for name in ("problem", "solution") if any(name in row for row in rows)]
+        source = dict(path=kind, data_files=dataset) if kind else dict(path=dataset)
+        rows = optional("datasets").load_dataset(**source, split="train")
+        return [rows[name][:] for name in ("problem", "solution") if name in rows.column_names]
+    except UserError:
+        raise
+    except Exception as error:  # network, hub, Arrow and JSON errors of all kinds
+        reason = f"{type(error).__name__}, {' '.join(str(error).split())[:200]}"
+        raise UserError(f"--dataset={dataset} cannot be read: {reason}") from None
+
+
+def encode_answers(tokenizer, problems, solutions, T):
+    """(tokens, ends, firsts, counts): the rows' tokens in one array, where each row ends in it, and which of its tokens is
+    the first to be learned; counts of rows {skipped for a reason, or cut}.
+
+    A row is the chat of system prompt, problem and solution, encoded as a whole; it is learned from the first token that
+    holds a character of the solution on, end mark included. At most T + 1 tokens are kept. A row whose solution is empty,
+    or would begin behind them, is skipped: none is left without a target.
+    """
+    rows, ends, firsts, counts, size = [], [], [], collections.Counter(), 1000
+    for i in range(0, len(problems), size):
+        texts, starts = [], []
+        for problem, solution in zip(problems[i:i + size], solutions[i:i + size]):
+            if not (isinstance(problem, str) and isinstance(solution, str) and problem.strip() and solution.strip()):
+                counts["without a problem or a solution"] += 1
+                continue
+            chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": problem}]
+            prompt = tokenizer.chat(chat, True)
+            text = tokenizer.chat([*chat, {"role": "assistant", "content": solution}], False).rstrip("\n")
+            if not text.startswith(prompt):
+                raise UserError("the chat template writes an answer that does not begin where its prompt for one ends")
+            texts.append(text)
+            starts.append(len(prompt))
+        for encoding, start in zip(tokenizer.bpe.encode_batch(texts, add_special_tokens=False), starts):
+            first = next((j for j, (_, end) in enumerate(encoding.offsets) if end > start), T + 1)
+            if first > T:
+                counts["whose solution begins behind the window"] += 1
+                continue
+            counts["cut at the window's end"] += len(encoding.ids) > T + 1
+            rows.append(np.array(encoding.ids[:T + 1], np.uint32))
+            ends.append(len(rows[-1]) + (ends[-1] if ends else 0))
+            firsts.append(first)
+    return np.concatenate([np.empty(0, np.uint32), *rows]), np.array(ends, np.int64), np.array(firsts, np.int64), counts
+
+
+class AnswerData:
+    """Supervised fine-tuning: problems and solutions, of which every 50th row is held out. Targets are -1 before the
+    solution. A step's rows are the same however it is split into micro-batches, each of rows of similar lengths, padded to
+    the longest."""
+
+    def __init__(self, options, config):
+        self.options, self.T, self.vocab_size = options, config.block_size, config.vocab_size
+        self.tokenizer = HubTokenizer.read(getattr(config, "init_from", ""))
+        if self.tokenizer.vocab_size > self.vocab_size:
+            raise UserError(f"--init_from={config.init_from}: its tokenizer has {self.tokenizer.vocab_size:,} types, more "
+                            f"than --vocab_size={self.vocab_size}")
+        columns = read_problems(options.dataset)
+        if len(columns) < 2 or not columns[0]:
+            raise UserError(f"--dataset={options.dataset}: expected rows with the columns `problem` and `solution`")
+        digest = hashlib.sha256(json.dumps([self.tokenizer.spec, SYSTEM, self.T]).encode())
+        for text in (text for column in columns for text in column):
+            digest.update(json.dumps(text).encode() + b"\n")
+        cache = Path(options.data_dir) / f"answers-{digest.hexdigest()[:16]}.npz"
+        try:
+            with np.load(cache) as saved:
+                self.tokens, self.ends, self.firsts = saved["tokens"], saved["ends"], saved["firsts"]
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+            self.tokens, self.ends, self.firsts, counts = encode_answers(self.tokenizer, *columns, self.T)
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(cache) as f:
+                np.savez(f, tokens=self.tokens, ends=self.ends, firsts=self.firsts)
+            print(f"{options.dataset}: {len(columns[0]):,} rows, {len(self.ends):,} used" +
+                  "".join(f", {n:,} {what}" for what, n in counts.items() if n))
+        if len(self.ends) < 50:
+            raise UserError(f"--dataset={options.dataset}: {len(self.ends)} usable rows; every 50th is held out: give more")
+        held_out = np.arange(len(self.ends)) % 50 == 49
+        self.splits = {"train": np.flatnonzero(~held_out), "val": np.flatnonzero(held_out)}
+        self.batches_per_epoch = max(1, len(self.splits["train"]) // options.batch_size)
+
+    @functools.lru_cache(2)
+    def permutation(self, epoch):
+        return np.random.default_rng([self.options.seed, epoch]).permutation(self.splits["train"])
+
+    def rows(self, split, i):
+        """The rows of batch i: of the training split in an order new in each epoch, in which none is left out."""
+        o, n = self.options, len(self.splits[split])
+        if split != "train":
+            spread = np.linspace(0, n - 1, o.eval_batches * o.batch_size).astype(np.int64)
+            return self.splits[split][spread[i::o.eval_batches]]
+        step, i = divmod(i, o.grad_accum)
+        size = o.batch_size * o.grad_accum
+        drawn = np.array([self.permutation(p // n)[p % n] for p in range(step * size, (step + 1) * size)])
+        lengths = np.diff(self.ends, prepend=0)[drawn]
+        return drawn[np.argsort(lengths, kind="stable")][i * o.batch_size:][:o.batch_size]
+
+    def batch(self, split, i, rank=0, world=1):
+        rows = self.rows(split, i)
+        starts = self.ends[rows - 1] * (rows > 0)
+        lengths = self.ends[rows] - starts
+        idx = torch.zeros(len(rows), lengths.max() - 1, dtype=torch.int64)
+        targets = torch.full_like(idx, -1)
+        for j, (start, n, first) in enumerate(zip(starts, lengths, self.firsts[rows])):
+            tokens = torch.from_numpy(self.tokens[start:start + n].astype(np.int64))
+            idx[j, :n - 1], targets[j, first - 1:n - 1] = tokens[:-1], tokens[first:]
+        return idx[rank::world], targets[rank::world]
+
+
 def load_data(options, config):
     """The data of `options.dataset`, which then fixes config.vocab_size and config.block_size."""
+    if options.tokenizer == "hub":
+        return AnswerData(options, config)
     tasks = {"addition": ("digits", "stars", AdditionData), "running-sum": ("modulus", "fullbandwidth", RunningSumData),
              "statetrack": ("modulus", "fullbandwidth", StateTrackData)}
     if options.dataset not in tasks:
@@ -953,6 +1132,167 @@ def read_csv(path):
         return []
     with open(path, newline="", encoding="utf-8") as f:
         return [{k: value(v) for k, v in row.items() if v != ""} for row in csv.DictReader(f)]
+
+
+def peak_memory(device):
+    """The most bytes that this process has held so far, on the GPU if it computes there."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation in EleutherAI's lm-evaluation-harness, an optional package.
+
+@dataclasses.dataclass
+class Evaluation:
+    eval: str = ""  # tasks of lm-evaluation-harness, separated by commas; one of your own: the path of its .yaml file
+    fewshot: int = -1  # worked examples before each question; -1: as many as the task says
+    limit: int = 0  # questions of each task; 0: all
+    eval_rows: int = 16  # sequences computed together
+
+    def __post_init__(self):
+        check_at_least(self, -1, "fewshot")
+        check_at_least(self, 0, "limit")
+        check_at_least(self, 1, "eval_rows")
+
+
+@torch.no_grad()
+def decode(states, readout, new_cache, prompts, max_new_tokens, stop):
+    """Greedy continuations of prompts, lists of tokens, each up to the first token of `stop`, with a KV cache.
+
+    states(idx (B, T), cache, start) gives (B, T, D), readout(h) logits, new_cache(B, S) room for S tokens. Rows of several
+    lengths need no padding and no mask: all start at the shortest one's length, and a row takes its own tokens while it
+    has some left.
+    """
+    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
+    cache, length, new = new_cache(len(prompts), longest + max_new_tokens), 0, [[] for _ in prompts]
+    idx = torch.tensor([prompt[:shortest] for prompt in prompts], device=cache.device)
+    running = True
+    while running:
+        tokens = readout(states(idx, cache, length)[:, -1]).argmax(-1).tolist()
+        length, running = length + idx.shape[1], False
+        for i, (row, prompt) in enumerate(zip(new, prompts)):
+            if length < len(prompt):
+                tokens[i] = prompt[length]
+            elif len(row) < max_new_tokens and not (row and row[-1] in stop):
+                row.append(tokens[i])
+            running |= len(row) < max_new_tokens and not (row and row[-1] in stop)
+        idx = torch.tensor(tokens, device=cache.device)[:, None]
+    return new
+
+
+def harness_adapter(tokenizer, block_size, score, generate, eval_rows):
+    """A model as the harness's LM. score(idx (B, T), n): logits (B, T - n + 1, V) at the positions n - 1 ..;
+    generate(prompts, max_new_tokens, stop): greedy continuations; prompts and continuations are lists of tokens.
+
+    Batches for `score` have contexts of one length, so that n is one number, and are padded at their ends, where causal
+    attention cannot look; so no result depends on its batch.
+    """
+    encode = tokenizer.encode
+
+    def prefix():
+        """What stands before a text without a context."""
+        eos = getattr(tokenizer, "eos", None)
+        return [eos] if eos is not None else encode("\n")[:1]
+
+    def windows(tokens, n):
+        """Pieces of at most block_size of tokens[n:], each as (tokens, context length) with all the context that fits."""
+        for end in (min(i + block_size, len(tokens)) for i in range(n, len(tokens), block_size)):
+            first = max(0, end - 1 - block_size)
+            yield tokens[first:end], n - first
+            n = end
+
+    def log_likelihoods(texts):
+        """For (tokens, context length) pairs: (sum of the log-probabilities behind the context, all of them greedy?)."""
+        pieces = [(i, *piece) for i, text in enumerate(texts) for piece in windows(*text)]
+        pieces.sort(key=lambda piece: (piece[2], len(piece[1])))
+        sums, greedy = [0.0] * len(texts), [True] * len(texts)
+        for n, group in itertools.groupby(pieces, key=lambda piece: piece[2]):
+            group = list(group)
+            for batch in (group[i:i + eval_rows] for i in range(0, len(group), eval_rows)):
+                T = len(batch[-1][1]) - 1
+                idx = torch.tensor([[*tokens[:-1], *[0] * (T + 1 - len(tokens))] for _, tokens, _ in batch])
+                for (i, tokens, _), logits in zip(batch, score(idx, n)):
+                    target = torch.tensor(tokens[n:], device=logits.device)
+                    logits = logits[:len(target)].to(torch.promote_types(logits.dtype, torch.float32))
+                    sums[i] -= F.cross_entropy(logits, target, reduction="sum").item()
+                    greedy[i] &= bool((logits.argmax(-1) == target).all())
+        return list(zip(sums, greedy))
+
+    class Adapter(optional("lm_eval.api.model").LM):
+        tokenizer_name = "hub"
+
+        def loglikelihood(self, requests):
+            texts = []
+            for context, continuation in (request.args for request in requests):
+                body = context.rstrip()  # as in the harness's own models, white space belongs to what follows
+                before, whole = encode(body), encode(context + continuation)
+                texts.append((whole, len(before)) if before else (prefix() + whole, 1))
+            return log_likelihoods(texts)
+
+        def loglikelihood_rolling(self, requests):
+            return [total for total, _ in log_likelihoods([(prefix() + encode(r.args[0]), 1) for r in requests])]
+
+        def generate_until(self, requests):
+            prompts, settings, new = [], [], [None] * len(requests)
+            for context, wanted in (request.args for request in requests):
+                until = wanted.get("until") or []
+                n = min(wanted.get("max_gen_toks", 256), block_size // 2)
+                prompts.append((encode(context) or prefix())[-(block_size - n):])
+                settings.append((n, tuple([until] if isinstance(until, str) else until)))
+            order = sorted(range(len(requests)), key=lambda i: (settings[i], len(prompts[i])))
+            for (n, until), group in itertools.groupby(order, key=lambda i: settings[i]):
+                stop = {getattr(tokenizer, "eos", None)} | {tokens[0] for tokens in map(encode, until) if len(tokens) == 1}
+                group = list(group)
+                for batch in (group[i:i + eval_rows] for i in range(0, len(group), eval_rows)):
+                    for i, tokens in zip(batch, generate([prompts[i] for i in batch], n, stop)):
+                        tokens = tokens[:-1] if tokens[-1] in stop else tokens
+                        new[i] = re.split("|".join(map(re.escape, until)) or "$^", tokenizer.decode(tokens), maxsplit=1)[0]
+            return new
+
+        def apply_chat_template(self, chat_history, add_generation_prompt=True):
+            return tokenizer.chat(chat_history, add_generation_prompt)
+
+        def chat_template(self, chat_template=False):
+            return "tokenizer_config.json's" if chat_template else ""
+    return Adapter()
+
+
+def evaluate(path, e, tokenizer, block_size, settings):
+    """Run the harness's tasks of e, an Evaluation, at each of the settings {label: (score, generate)}; print its table for
+    each and add the results to eval.json beside the run. A tokenizer's chat template is used if there is one."""
+    optional("lm_eval")
+    from lm_eval import simple_evaluate, tasks, utils
+    files = [Path(name) for name in e.eval.split(",") if name.endswith(".yaml")]
+    if absent := [str(file) for file in files if not file.is_file()]:
+        raise UserError(f"--eval={absent[0]}: no such file")
+    manager = tasks.TaskManager(include_path=sorted({str(file.parent) for file in files}) or None)
+    names = e.eval.split(",")
+    for i, name in enumerate(names):
+        if name.endswith(".yaml"):
+            found = re.search(r"^task:\s*(\S+)", Path(name).read_text(encoding="utf-8"), re.M)
+            names[i] = name = found[1].strip("\"'") if found else name
+        if name not in manager.all_tasks:
+            raise UserError(f"--eval={name}: lm-evaluation-harness has no such task; {nearest(name, manager.all_tasks)}")
+    out = (Path(path) if Path(path).is_dir() else Path(path).parent) / "eval.json"
+    results = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    chat = getattr(tokenizer, "template", None) is not None
+    for label, (score, generate) in settings.items():
+        try:
+            found = simple_evaluate(
+                harness_adapter(tokenizer, block_size, score, generate, e.eval_rows), tasks=names, task_manager=manager,
+                num_fewshot=e.fewshot if e.fewshot >= 0 else None, limit=e.limit or None, log_samples=False,
+                apply_chat_template=chat, system_instruction=SYSTEM if chat else None)
+        except OSError as error:  # of the network, most often
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"--eval={e.eval}: a task's data could not be read: {reason}") from None
+        print(f"{path}, {label}\n{utils.make_table(found)}", flush=True)
+        for task, values in found["results"].items():
+            results.setdefault(task, {})[label] = json.loads(json.dumps(values, default=str))
+        write_json(out, results)
+    print(f"written to {out}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
