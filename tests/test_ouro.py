@@ -541,8 +541,8 @@ def test_the_adapter_of_fullbandwidth_equals_reading_token_by_token(tmp_path, mo
     model = fullbandwidth.FullBandwidthGPT(fullbandwidth.Config(vocab_size=V, block_size=30, n_layer=2, n_head=2, n_kv_head=2,
                                                                 n_embd=16, mlp_width=32))
     path, tokenizer = run_of(tmp_path, "fullbandwidth", model, CHARACTERS)
-    double, load = model.double().eval(), train.load_model
-    monkeypatch.setattr(train, "load_model", lambda *a: (double, *load(*a)[1:]))
+    double, load = model.double().eval(), fullbandwidth.load_model
+    monkeypatch.setattr(fullbandwidth, "load_model", lambda path: (double, *load(path)[1:]))
     caught = settings_of(monkeypatch, fullbandwidth.main, [str(path), "--eval=x", "--mode=standard,soft,fused"])
 
     def teacher(mode):
