@@ -7,8 +7,8 @@
     python train.py MODEL --help                                     # every field, its default and its meaning
 
 In the order below: options and command line, text and tokenizers, batches, cross-entropy, the run (device, optimiser,
-schedule, log, checkpoint), sweeps. A script brings `Config`, `PRESETS`, `SWEEPS`, `SHOW` and `train_model(run)`, its visible
-training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
+schedule, log, checkpoint), evaluation, sweeps. A script brings `Config`, `PRESETS`, `SWEEPS`, `SHOW` and
+`train_model(run)`, its visible training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
 """
 import argparse, collections, contextlib, csv, dataclasses, difflib, functools, hashlib, http.client, importlib, inspect
 import io, itertools, json, math, multiprocessing, os, pydoc_data.topics, re, signal, sys, time, urllib.request, zipfile
