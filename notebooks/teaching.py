@@ -9,7 +9,8 @@ import torch
 from IPython.display import Pretty, display
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 
-__all__ = ["plt", "COLOURS", "BLUE", "ORANGE", "GREEN", "PINK", "SKY", "RED", "YELLOW", "GREY", "progress", "check", "elapsed"]
+__all__ = ["plt", "COLOURS", "BLUE", "ORANGE", "GREEN", "PINK", "SKY", "RED", "YELLOW", "GREY", "progress", "check",
+           "elapsed"]
 
 # Okabe and Ito's palette, told apart by colour-blind readers and in print (with the line styles that go round with it).
 BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800"
@@ -61,6 +62,6 @@ def check(number, answer, test, right):
 
 
 def elapsed(fast):
-    """Print how long the notebook has run."""
-    seconds = round(time.perf_counter() - START)
-    print(f"{seconds // 60} min {seconds % 60:02} s from the first cell to here, FAST = {fast}, {torch.get_num_threads()} thread(s)")
+    """Print how long the notebook has run, and how much of that it computed (on a busy machine it also waits)."""
+    wall, cpu = (f"{round(s) // 60} min {round(s) % 60:02} s" for s in (time.perf_counter() - START, time.process_time()))
+    print(f"{wall} from the first cell to here, {cpu} of processor time, FAST = {fast}, {torch.get_num_threads()} thread(s)")
