@@ -1,5 +1,5 @@
 """The claims of arXiv 2608.08888, and fullbandwidth.py against naive references, in float64 where it matters."""
-import contextlib, math, re
+import contextlib, math, re, zipfile
 
 import pytest
 import torch
@@ -561,8 +561,9 @@ def test_a_checkpoint_from_before_the_feedback_is_a_standard_model(tmp_path):
 
 
 def test_in_wikitext_the_position_after_a_line_gets_no_feedback(tmp_path):
-    for split in ("train", "val", "test"):
-        (tmp_path / f"wikitext-2-{split}.txt").write_text("= ab =\n\nabba = b\n\n" * 40)
+    with zipfile.ZipFile(tmp_path / "wikitext-2.zip", "w") as z:
+        for split in ("train", "valid", "test"):
+            z.writestr(f"wikitext-2-raw/wiki.{split}.raw", " = ab = \n \n abba = b \n" * 40)
     for tokenizer, end in (("char", "\n"), ("regex", "\n\n")):
         train.main(["fullbandwidth", *TINY, "--dataset=wikitext-2", f"--tokenizer={tokenizer}", "--max_steps=1",
                     f"--data_dir={tmp_path}", f"--out_dir={tmp_path}/{tokenizer}"])
