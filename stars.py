@@ -107,7 +107,7 @@ OURO = dict(vocab_size=49_152, block_size=2048, n_layer=24, n_head=16, n_embd=20
             exit_gate=True, num_loops=4)
 PRESETS = {
     "addition": TOY,
-    "small": TOY | dict(digits=3, n_embd=64, mlp_width=256, batch_size=128, max_steps=1000, eval_interval=100),
+    "small": TOY | dict(digits=3, n_embd=64, mlp_width=256, batch_size=128, max_steps=2000, eval_interval=100),
     "baseline": TOY | dict(loop_sampling="fixed", jsrr_lambda=0.0),
     "paper": dict(dataset="addition", n_head=8, n_embd=512, mlp_width=1024, dropout=0.1, loop_mu=2.0, loop_sigma=0.7,
                   max_loops=100, num_loops=8, jsrr_gate=0.0, jsrr_rows=1.0, lr=1e-4, warmup_steps=2000,
