@@ -66,7 +66,7 @@ WRONG = {
         (4, "answer_4 = lambda n: n / 2", "whole number"),
         (5, "answer_5 = lambda h, bits: (h * 2 ** bits / h.abs().max()).round() * h.abs().max() / 2 ** bits", "different values"),
         (5, "answer_5 = lambda h, bits: h", "different values"),
-        (5, "answer_5 = lambda h, bits: 0 * h", "moved by"),
+        (5, "answer_5 = lambda h, bits: 0 * h", "end points"),
         (6, "answer_6 = dict(base=[0.9], changed=[0.3], claim='worse')", "one seed"),
         (6, "answer_6 = dict(base=[0.9, 0.5], changed=[0.8, 0.4], claim='worse')", "overlap"),
         (6, "answer_6 = dict(base=[0.9, 0.8], changed=[0.4, 0.3], claim='better')", "say 'worse'"),
