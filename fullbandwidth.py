@@ -458,10 +458,10 @@ def load_model(path):
     return model, options, tokenizer
 
 
-def load_run(path, n=2):
-    """A trained model, its Options, its data and n validation batches, and the passes to look at."""
+def load_run(path):
+    """A trained model, its Options, its data and at most two validation batches, and the passes to look at."""
     model, options, tokenizer = load_model(path)
-    data, batches = train.validation_batches(options, tokenizer, model, min(n, options.eval_batches))
+    data, batches = train.validation_batches(options, tokenizer, model, min(2, options.eval_batches))
     return model, options, data, batches, PASSES if model.W_U is not None else (1,)
 
 

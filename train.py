@@ -465,7 +465,8 @@ class TextData:
 
 class AdditionData:
     """Sums made on the fly, `1750+4733= 3846§`: two numbers of `digits` digits, the answer reversed (so that carries run
-    forwards) unless the config's reversed_answers is False, an end mark, padding. Targets are -1 where there is no loss: before the answer and after its end.
+    forwards) unless the config's reversed_answers is False, an end mark, padding. Targets are -1 where there is no loss:
+    before the answer and after its end.
 
     A pair is held out if a hash of it, the same for a + b and b + a, falls into one bucket of 32: no training batch draws
     such a pair, and the validation split draws no other, the same ones at every seed.
