@@ -810,7 +810,7 @@ SWEEPS = {
 class Arguments:
     ask: str = ""  # a sum to answer, as 1750+4733; without it, the diagnostics are printed
     export: str = ""  # a directory to write a fine-tuned Ouro to, in its Hugging Face layout
-    loops: str = None  # loop counts, separated by commas; by default enough to see what more loops do
+    loops: str = None  # loop counts, separated by commas; by default 1 to 256, with --eval the trained number
     sums: int = 2000  # held-out sums for the accuracy
 
     def __post_init__(self):
