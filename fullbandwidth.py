@@ -14,9 +14,8 @@ Documents lie packed in a window: no state is fed back from one to the next (doc
 
 Letters: B batch, T tokens, D width, V vocabulary, e embeddings and h^(k) pass k's final-normed top states, (B, T, D).
 """
-import functools, itertools, math, operator, sys
+import contextlib, functools, itertools, math, operator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -61,21 +60,14 @@ class Config:
                        "full_every", "rope_theta")
         check_at_least(self, 0, "window", "jitter")
         check_at_least(self, 2, "modulus")
-        if not 2 <= self.digits <= 8:
-            raise UserError(f"--digits={self.digits}: expected 2 to 8")
+        check_at_least(self, 2, "digits", most=8)
         if not 0 <= self.feedback_from < 1:
             raise UserError(f"--feedback_from={self.feedback_from}: expected a share of the training, below 1")
         if self.n_embd % (2 * self.n_head):
             raise UserError(f"--n_embd={self.n_embd} is not --n_head={self.n_head} times an even width")
         if self.n_head % self.n_kv_head:
             raise UserError(f"--n_head={self.n_head} is not divisible by --n_kv_head={self.n_kv_head}")
-        for mix in (self.mix, self.compute_of or "1"):
-            try:
-                good = min(shares := parse_mix(mix)) >= 0 < shares[-1] and abs(sum(shares) - 1) < 1e-6
-            except ValueError:
-                good = False
-            if not good:
-                raise UserError(f"--mix={mix}: expected shares that sum to 1, the last above 0, as in 0.75,0.22,0.03")
+        parse_mix(self.mix), parse_mix(self.compute_of or "1")
 
     @property
     def shares(self):
@@ -87,8 +79,12 @@ class Config:
 
 
 def parse_mix(mix):
-    """[share of 1-pass steps, of 2-pass steps, ..]."""
-    return [float(share) for share in mix.split(",")]
+    """[share of 1-pass steps, of 2-pass steps, ..]; UserError if it is none."""
+    with contextlib.suppress(ValueError):
+        shares = [float(share) for share in mix.split(",")]
+        if min(shares) >= 0 < shares[-1] and abs(sum(shares) - 1) < 1e-6:
+            return shares
+    raise UserError(f"--mix={mix}: expected shares that sum to 1, the last above 0, as in 0.75,0.22,0.03")
 
 
 PAPER = dict(optimizer="muon", muon_lr=0.01, lr=5e-4, weight_decay=0.01, schedule="wsd", warmup_steps=200)
@@ -116,12 +112,12 @@ SHOW = ("ce_1", "val_ce_1", "val_ce_2", "val_ce_3")  # printed beside the loss, 
 class RMSNorm(nn.Module):
     """h / rms(h) * gain."""
 
-    def __init__(self, width, eps=1e-6):
+    def __init__(self, width):
         super().__init__()
-        self.gain, self.eps = nn.Parameter(torch.ones(width)), eps
+        self.gain = nn.Parameter(torch.ones(width))
 
     def forward(self, h):
-        return F.rms_norm(h, h.shape[-1:], self.gain.to(h.dtype), self.eps)
+        return F.rms_norm(h, h.shape[-1:], self.gain.to(h.dtype), 1e-6)
 
 
 def rotate(x, rope):
@@ -342,6 +338,14 @@ class FullBandwidthGPT(nn.Module):
         c, like = self.config, self.wte.weight
         return like.new_zeros(c.n_layer, 2, B, c.n_kv_head, S, c.n_embd // c.n_head)
 
+    def prefill(self, idx, cache, passes, residuals=None):
+        """States (B, T, D) of a prompt after a plain pass and `passes` fused ones, each one's cache replacing the last."""
+        e, plain = self.embed(idx), self.plain(idx)
+        h = self.stack(e, cache, residuals=residuals)
+        for _ in range(passes):
+            h = self.stack(self.feedback(h, e, plain), cache, residuals=residuals)
+        return h
+
     @torch.no_grad()
     def recurrent(self, idx, prefill=1, residuals=None, prefill_passes=0):
         """Final-normed states (B, T, D) of the sequential recurrence, which is soft decoding with idx (B, T) as tokens:
@@ -352,10 +356,7 @@ class FullBandwidthGPT(nn.Module):
         if prefill < T:
             self.need_feedback("the recurrence")
         cache = self.new_cache(B, T)
-        states = [self.stack(e[:, :prefill], cache, residuals=residuals)]
-        for _ in range(prefill_passes):
-            x = self.feedback(states[0], e[:, :prefill], plain[:, :prefill, 0])
-            states = [self.stack(x, cache, residuals=residuals)]
+        states = [self.prefill(idx[:, :prefill], cache, prefill_passes, residuals)]
         for t in range(prefill, T):
             now = e[:, t:t + 1]
             x = torch.where(plain[:, t:t + 1], now, self.fuse(now, states[-1][:, -1:]))
@@ -383,12 +384,10 @@ class FullBandwidthGPT(nn.Module):
         generator = torch.Generator(device).manual_seed(seed) if seed is not None else None
         lengths = torch.tensor([len(p) for p in prompts], device=device)
         idx = torch.tensor([[*p] + [0] * (T - len(p)) for p in prompts], device=device)  # no token sees the padding
-        cache, e = self.new_cache(B, T + max_new_tokens), self.embed(idx)
-        h = self.stack(e, cache)
-        for _ in range(prefill_passes if mode == "fused" else 0):
-            h = self.stack(self.feedback(h, e, self.plain(idx)), cache)
-        last = torch.arange(B, device=device), lengths - 1
-        h, token, new = h[last][:, None], idx[last][:, None], [[] for _ in prompts]  # (B, 1, D), (B, 1)
+        cache, last = self.new_cache(B, T + max_new_tokens), (torch.arange(B, device=device), lengths - 1)
+        h = self.prefill(idx, cache, prefill_passes if mode == "fused" else 0)[last][:, None]  # (B, 1, D)
+        before = token = idx[last][:, None]  # (B, 1)
+        new = [[] for _ in prompts]
         for n in range(max_new_tokens):
             if n:
                 x = e = self.embed(token)
@@ -459,10 +458,10 @@ def load_model(path):
     return model, options, tokenizer
 
 
-def load_run(path, n=2):
-    """A trained model, its Options, its data and n validation batches, and the passes to look at."""
+def load_run(path):
+    """A trained model, its Options, its data and at most two validation batches, and the passes to look at."""
     model, options, tokenizer = load_model(path)
-    data, batches = train.validation_batches(options, tokenizer, model, min(n, options.eval_batches))
+    data, batches = train.validation_batches(options, tokenizer, model, min(2, options.eval_batches))
     return model, options, data, batches, PASSES if model.W_U is not None else (1,)
 
 
@@ -551,8 +550,8 @@ def probe_depths(model, idx, labels, groups, recurrent=(0, 1, 2, 4, None)):
 
 def diagnose(path):
     """Print every diagnostic of a trained run on its validation split and draw passes into RUN/passes.png."""
-    path, (model, options, _, batches, ks) = Path(path), load_run(path)
-    out, runs = path if path.is_dir() else path.parent, {("this run", options.seed): path}
+    model, options, _, batches, ks = load_run(path)
+    out, runs = train.run_directory(path), {("this run", options.seed): path}
     print(f"{path}: mix {model.config.mix}, fusion {model.config.fusion}")
     report(passes, runs, out)
     if len(ks) > 1:
@@ -567,17 +566,15 @@ def evaluate(path, evaluation, modes, prefill_passes):
     model, _, tokenizer = load_model(path)
 
     def under(mode):
+        if mode != "standard":
+            model.need_feedback(f"--mode={mode}")
+
         def score(idx, n):
-            idx = idx.to(model.wte.weight.device)
-            if mode == "standard":
-                h = model.stack(model.embed(idx))
-            else:
-                model.need_feedback(f"--mode={mode}")
-                h = model.recurrent(idx, n, prefill_passes=prefill_passes if mode == "fused" else 0)
+            prefill, passes = idx.shape[1] if mode == "standard" else n, prefill_passes if mode == "fused" else 0
+            h = model.recurrent(idx.to(model.wte.weight.device), prefill, prefill_passes=passes)
             return model.readout(h[:, n - 1:])
         return score, lambda prompts, n, stop: model.generate(prompts, n, mode, prefill_passes, temperature=0, stop=stop)
-    with torch.no_grad():
-        train.evaluate(path, evaluation, tokenizer, model.config.block_size, {mode: under(mode) for mode in modes})
+    train.evaluate(path, evaluation, tokenizer, model.config.block_size, {mode: under(mode) for mode in modes})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -723,7 +720,7 @@ SWEEPS = {
 
 @dataclass
 class Arguments:
-    prompt: str = ""  # text to continue; without it, the diagnostics are printed
+    prompt: str = None  # text to continue; without it, the diagnostics are printed
     mode: str = "standard"  # of decoding: standard, soft (feed back new tokens' states), fused (the prompt's too)
     prefill_passes: int = 1  # fused passes over the prompt, with --mode=fused
     max_new_tokens: int = 200  # how many tokens to generate
@@ -741,20 +738,16 @@ class Arguments:
 
 
 def main(argv):
-    parser = train.Parser("python fullbandwidth.py RUN [--prompt=TEXT | --eval=TASK,..] [--field=value ...]", Arguments,
-                          train.Evaluation)
-    path, values = parser.parse_run(argv)
-    a, evaluation = (cls(**fields) for cls, fields in zip(
-        (Arguments, train.Evaluation), train.split_fields(values, Arguments, train.Evaluation)))
+    usage = "python fullbandwidth.py RUN [--prompt=TEXT | --eval=TASK,..] [--field=value ...]"
+    path, a, evaluation = train.parse_run(usage, Arguments, argv)
     if evaluation.eval:
         return evaluate(path, evaluation, a.mode.split(","), a.prefill_passes)
-    if "prompt" not in values:
+    if a.prompt is None:
         return diagnose(path)
     model, _, tokenizer = load_model(path)
-    if tokenizer.spec["name"] == "regex" and (missing := tokenizer.missing(a.prompt)):
-        print(f"warning: read as <unk>, since the training text lacks them: {missing}", file=sys.stderr)
-    new, = model.generate([tokenizer.encode(a.prompt)], a.max_new_tokens, a.mode, a.prefill_passes, a.temperature,
-                          a.top_k, a.seed, tokenizer.encode(a.stop))
+    prompt = train.encode_prompt(tokenizer, a.prompt)
+    new, = model.generate([prompt], a.max_new_tokens, a.mode, a.prefill_passes, a.temperature, a.top_k, a.seed,
+                          tokenizer.encode(a.stop))
     print(a.prompt + tokenizer.decode(new))
 
 

@@ -12,9 +12,8 @@ only a loss that sees the scale (a raw readout, a norm penalty), or a loop witho
 
 Letters: B batch, T tokens, D width, V vocabulary, K loops, H_k the (B, T, D) state after loop k; u = H / s, s = ||H||.
 """
-import copy, math, re, statistics, sys, time
+import copy, math, statistics, time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -460,8 +459,8 @@ def diagnose(path):
     axes[2].plot(halted["tokens_per_sec"], halted["ppl"], "s", label=f"halting, {halted['loops']:.2f} loops")
     axes[2].set(xlabel="tokens/s", ylabel="perplexity", title="Variable depth")
     axes[2].legend()
-    figure.savefig(model_directory(path) / "diagnostics.png", dpi=120)
-    print(f"\ndrawn in {model_directory(path) / 'diagnostics.png'}")
+    figure.savefig(train.run_directory(path) / "diagnostics.png", dpi=120)
+    print(f"\ndrawn in {train.run_directory(path) / 'diagnostics.png'}")
 
 
 def evaluate(path, evaluation, loops):
@@ -475,13 +474,7 @@ def evaluate(path, evaluation, loops):
         new_cache = lambda B, S: like.new_empty(K, c.n_layer, 2, B, c.n_head, S, c.n_embd // c.n_head)
         return (lambda idx, n: readout(states(idx.to(like.device))[:, n - 1:]),
                 lambda *arguments: train.decode(states, readout, new_cache, *arguments))
-    loops = [K or c.num_loops for K in loops]
-    with torch.no_grad():
-        train.evaluate(path, evaluation, tokenizer, c.block_size, {f"loops={K}": at(K) for K in loops})
-
-
-def model_directory(path):
-    return Path(path) if Path(path).is_dir() else Path(path).parent
+    train.evaluate(path, evaluation, tokenizer, c.block_size, {f"loops={K}": at(K) for K in loops or [c.num_loops]})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -534,7 +527,7 @@ SWEEPS = {"table1": ({
 @dataclass
 class Arguments:
     prompt: str = None  # text to continue; without it, the diagnostics are printed
-    loops: str = ""  # exit after this loop, with --eval after each of 1,2,..; by default after the trained number
+    loops: str = None  # exit after this loop, with --eval after each of 1,2,..; by default after the trained number
     max_new_tokens: int = 200  # how many tokens to generate
     temperature: float = 0.8  # 0: greedy
     top_k: int = 50  # sample from the k likeliest; 0: from all
@@ -542,28 +535,21 @@ class Arguments:
 
     def __post_init__(self):
         check_at_least(self, 0, "max_new_tokens", "temperature", "top_k", "seed")
-        if not re.fullmatch(r"([1-9]\d*(,[1-9]\d*)*)?", self.loops, re.ASCII):
-            raise UserError(f"--loops={self.loops}: expected a number of at least 1, or several as in --loops=1,2,4")
         if self.prompt == "":
             raise UserError("--prompt is empty: give at least one character to continue")
 
 
 def main(argv):
-    parser = train.Parser("python looped_gpt.py RUN [--prompt=TEXT | --eval=TASK,..] [--field=value ...]", Arguments,
-                          train.Evaluation)
-    path, values = parser.parse_run(argv)
-    arguments, evaluation = (cls(**fields) for cls, fields in zip(
-        (Arguments, train.Evaluation), train.split_fields(values, Arguments, train.Evaluation)))
-    loops = [int(k) for k in arguments.loops.split(",") if k] or [None]
+    usage = "python looped_gpt.py RUN [--prompt=TEXT | --eval=TASK,..] [--field=value ...]"
+    path, arguments, evaluation = train.parse_run(usage, Arguments, argv)
+    loops = train.loop_counts(arguments.loops)
     if evaluation.eval:
         return evaluate(path, evaluation, loops)
     if arguments.prompt is None:
         return diagnose(path)
     model, _, tokenizer = train.load_model(path, "looped_gpt", LoopedGPT)
-    if tokenizer.spec["name"] == "regex" and (missing := tokenizer.missing(arguments.prompt)):
-        print(f"warning: read as <unk>, since the training text lacks them: {missing}", file=sys.stderr)
-    idx = torch.tensor([tokenizer.encode(arguments.prompt)], device=model.wte.weight.device)
-    new = model.generate(idx, arguments.max_new_tokens, loops[-1], arguments.temperature, arguments.top_k,
+    idx = torch.tensor([train.encode_prompt(tokenizer, arguments.prompt)], device=model.wte.weight.device)
+    new = model.generate(idx, arguments.max_new_tokens, (loops or [None])[-1], arguments.temperature, arguments.top_k,
                          arguments.seed)
     print(tokenizer.decode(new[0].tolist()))
 

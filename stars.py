@@ -22,7 +22,7 @@ singular value, which is at least rho. Where J is far from normal all three diff
 
 Letters: B batch, T tokens, D width, h^(t) the (B, T, D) state after loop t, N = T D, J the (N, N) Jacobian of one loop.
 """
-import copy, json, math, re
+import copy, itertools, json, math, re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -76,22 +76,14 @@ class Config:
 
     def __post_init__(self):
         check_at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "mlp_width", "num_loops",
-                       "min_loops", "jsrr_steps")
+                       "min_loops", "jsrr_steps", "rope_theta")
         check_at_least(self, 0, "n_prelude", "n_coda", "residual_scale", "loop_sigma", "l2_penalty", "jsrr_gate")
+        check_at_least(self, 0, "jsrr_lambda", "dropout", most=1)
+        check_at_least(self, 2, "digits", most=8)
         if not self.max_loops >= self.min_loops:
             raise UserError(f"--max_loops={self.max_loops} is below --min_loops={self.min_loops}")
-        if not math.isfinite(self.loop_mu):
-            raise UserError(f"--loop_mu={self.loop_mu}: expected a number")
-        if not self.rope_theta > 0:
-            raise UserError(f"--rope_theta={self.rope_theta}: expected a number above 0")
-        if not 0 <= self.jsrr_lambda <= 1:
-            raise UserError(f"--jsrr_lambda={self.jsrr_lambda}: expected a number from 0 to 1")
         if not 0 < self.jsrr_rows <= 1:
             raise UserError(f"--jsrr_rows={self.jsrr_rows}: expected a share of the batch, above 0 and at most 1")
-        if not 2 <= self.digits <= 8:
-            raise UserError(f"--digits={self.digits}: expected 2 to 8")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"--dropout={self.dropout}: expected a number from 0 up to, not including, 1")
         if self.n_embd % self.n_head:
             raise UserError(f"--n_embd={self.n_embd} is not divisible by --n_head={self.n_head}")
         if self.positions == "rope" and self.n_embd // self.n_head % 2:
@@ -119,7 +111,7 @@ PRESETS = {
         dataset="AI-MO/NuminaMath-1.5", tokenizer="hub", log_interval=10, eval_interval=500, eval_batches=32),
 }
 SHOW = ("loops", "jsrr", "val_exact")  # printed beside the loss, and drawn in curves.png
-LOOPS = "1,2,3,4,6,8,16,32,64,128,256"  # where accuracy is measured
+LOOPS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256)  # where accuracy is measured
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,10 +199,8 @@ class Block(nn.Module):
         super().__init__()
         self.placement, self.alpha = config.placement, config.residual_scale
         self.attn, self.mlp = Attention(config), MLP(config)
-        first = config.placement != "post"  # norms on a sublayer's input
-        last = config.placement != "pre"  # and on its output
-        self.norm1, self.norm3 = (Norm(config) if first else None for _ in range(2))
-        self.norm2, self.norm4 = (Norm(config) if last else None for _ in range(2))
+        self.norm1, self.norm3 = (Norm(config) if self.placement != "post" else None for _ in range(2))  # on inputs
+        self.norm2, self.norm4 = (Norm(config) if self.placement != "pre" else None for _ in range(2))  # on outputs
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, cache=None, start=0):
@@ -228,6 +218,9 @@ class Block(nn.Module):
                 return residual + norm_out(f(norm_in(x)))
             case "post_sandwich":
                 return norm_out(residual + f(norm_in(x)))
+
+
+NO_CACHE = itertools.repeat(None)  # where layers have no slots to keep keys and values in
 
 
 class LoopedTransformer(nn.Module):
@@ -248,41 +241,41 @@ class LoopedTransformer(nn.Module):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def run_blocks(self, h, first, n, cache, start):
+    def run_blocks(self, h, first, n, slots, start):
+        """`slots` yields the part of the cache for each layer in the order in which they run."""
         rope = None if self.rope is None else self.rope[:, start:start + h.shape[1]]
-        for i, block in enumerate(self.blocks[first:first + n]):
-            slot = None if cache is None else cache[i]
+        for block, slot in zip(self.blocks[first:first + n], slots):
             h = checkpoint(block, h, rope, use_reentrant=False) if self.checkpoints() else block(h, rope, slot, start)
         return h
 
     def checkpoints(self):
         return self.config.checkpointing and self.training and torch.is_grad_enabled()
 
-    def embed(self, idx, cache=None, start=0):
+    def embed(self, idx, slots=NO_CACHE, start=0):
         """h^(0), (B, T, D), of tokens (B, T) at positions start ..: embeddings, then the prelude."""
         h = self.wte(idx)
         if self.wpe is not None:
             h = h + self.wpe.weight[start:start + idx.shape[1]]
-        return self.run_blocks(self.dropout(h), 0, self.config.n_prelude, cache, start)
+        return self.run_blocks(self.dropout(h), 0, self.config.n_prelude, slots, start)
 
-    def step(self, h, cache=None, start=0):
+    def step(self, h, slots=NO_CACHE, start=0):
         """The loop map Phi, (B, T, D) -> (B, T, D), row by row; without a cache a pure function of the state."""
-        h = self.run_blocks(h, self.config.n_prelude, self.config.n_layer, cache, start)
+        h = self.run_blocks(h, self.config.n_prelude, self.config.n_layer, slots, start)
         return self.norm(h) if self.config.state_norm else h
 
-    def normed(self, h, cache=None, start=0):
+    def normed(self, h, slots=NO_CACHE, start=0):
         """What the readout's matrix is multiplied with: coda, then the final norm, unless the loop has applied it."""
         c = self.config
-        h = self.run_blocks(h, c.n_prelude + c.n_layer, c.n_coda, cache, start)
+        h = self.run_blocks(h, c.n_prelude + c.n_layer, c.n_coda, slots, start)
         return h if c.state_norm and not c.n_coda else self.norm(h)
 
     @property
     def readout_weight(self):
         return self.wte.weight if self.head is None else self.head.weight
 
-    def readout(self, h, cache=None, start=0):
+    def readout(self, h):
         """Logits, (B, T, D) -> (B, T, V)."""
-        return F.linear(self.normed(h, cache, start), self.readout_weight)
+        return F.linear(self.normed(h), self.readout_weight)
 
     def loss(self, idx, targets, num_loops=None):
         """(loss, metrics) for idx and targets (B, T), targets -1 where there is no loss.
@@ -357,12 +350,11 @@ class LoopedTransformer(nn.Module):
 
     def final(self, idx, num_loops, cache=None, start=0):
         """What the readout's matrix is multiplied with after num_loops loops, (B, T, D), of tokens at start .."""
-        c, n = self.config, self.config.n_prelude + num_loops * self.config.n_layer
-        part = lambda first, size: None if cache is None else cache[first:first + size]
-        h = self.embed(idx, part(0, c.n_prelude), start)
-        for t in range(num_loops):
-            h = self.step(h, part(c.n_prelude + t * c.n_layer, c.n_layer), start)
-        return self.normed(h, part(n, c.n_coda), start)
+        slots = NO_CACHE if cache is None else iter(cache)
+        h = self.embed(idx, slots, start)
+        for _ in range(num_loops):
+            h = self.step(h, slots, start)
+        return self.normed(h, slots, start)
 
     def new_cache(self, B, S, num_loops):
         """Keys and values of S tokens: a slot per prelude layer, per (loop, layer), and per coda layer."""
@@ -448,12 +440,11 @@ def ouro_config(directory):
     """The Config of a Hugging Face directory of Ouro's layout; the context stays at the preset's block_size."""
     try:
         hub = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-        fields = OURO | {ours: hub[theirs] for ours, theirs in OURO_FIELDS.items()}
         expected = {"num_key_value_heads": hub["num_attention_heads"], "rms_norm_eps": 1e-6, "hidden_act": "silu",
                     "tie_word_embeddings": False}
         if differing := [f"{k} is {hub[k]}, not {v}" for k, v in expected.items() if hub[k] != v]:
             raise ValueError("; ".join(differing))
-        return Config(**fields)
+        return Config(**OURO | {ours: hub[theirs] for ours, theirs in OURO_FIELDS.items()})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{directory}/config.json does not describe a model of Ouro's form ({type(error).__name__}: "
                         f"{error})") from None
@@ -494,13 +485,13 @@ def load_ouro(model, directory):
         for shard in sorted(shards):
             with safetensors.safe_open(directory / shard, "pt") as f:
                 for name in f.keys():
-                    tensor = f.get_tensor(name)
-                    if name not in left:
+                    tensor, ours = f.get_tensor(name), left.pop(name, None)
+                    if ours is None:
                         wrong.append(f"{name} is extra")
-                    elif tensor.shape != left[name].shape or not tensor.is_floating_point():
-                        wrong.append(f"{name} is {[*tensor.shape]} {str(tensor.dtype)[6:]}, not {[*left.pop(name).shape]}")
+                    elif tensor.shape != ours.shape:
+                        wrong.append(f"{name} is {[*tensor.shape]} {str(tensor.dtype)[6:]}, not {[*ours.shape]}")
                     else:
-                        left.pop(name).copy_(tensor)
+                        ours.copy_(tensor)
     except FileNotFoundError:
         raise UserError(f"{directory} lacks its weights: there is no {shard}") from None
     except (safetensors.SafetensorError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -575,7 +566,6 @@ def power_iteration(model, h, steps, mode, generator=None):
     return torch.stack(gains)
 
 
-@torch.no_grad()
 def jacobian_gain(model, h, draws=64, generator=None):
     """||J||_F / sqrt(N) of each row of h, (B,): the root of the mean of ||J v||^2 over random unit v."""
     return sum(power_iteration(model, h, 1, "jvp", generator)[0].square() for _ in range(draws)).div(draws).sqrt()
@@ -619,12 +609,10 @@ def trajectory(model, idx, num_loops):
 
 def convergence(model, idx, num_loops):
     """(num_loops, 2), for t = 0 ..: ||h^(t+1) - h^(t)|| / ||h^(t)||, mean over rows; ||h^(t+1)||, mean over tokens."""
-    rows, before = [], None
-    for h in trajectory(model, idx, num_loops):
-        if before is not None:
-            change = (h - before).flatten(1).norm(dim=1) / before.flatten(1).norm(dim=1)
-            rows.append(torch.stack([change.mean(), h.norm(dim=-1).mean()]))
-        before = h
+    rows = []
+    for before, h in itertools.pairwise(trajectory(model, idx, num_loops)):
+        change = (h - before).flatten(1).norm(dim=1) / before.flatten(1).norm(dim=1)
+        rows.append(torch.stack([change.mean(), h.norm(dim=-1).mean()]))
     return torch.stack(rows).cpu()
 
 
@@ -644,9 +632,8 @@ def held_out_sums(model, options, n):
     return [t.to(model.wte.weight.device) for t in data.encode(*data.operands("val", 0, n))]
 
 
-def diagnose(path, loops, sums):
+def diagnose(path, model, options, loops, sums):
     """Print accuracy and convergence against loops, then the spectrum, of a trained run; draw RUN/diagnostics.png."""
-    model, options, _ = train.load_model(path, "stars", LoopedTransformer)
     c, (idx, targets) = model.config, held_out_sums(model, options, sums)
     print(f"{path}: {c.placement} {c.norm}, {c.loop_sampling} loops, lambda {c.jsrr_lambda}; {len(idx)} held-out sums")
     dynamics = convergence(model, idx[:250], max(loops) + 1)
@@ -688,15 +675,13 @@ def diagnose(path, loops, sums):
         axes[2].plot(*line.T, ".-", alpha=0.7)
         axes[2].plot(*line[-1], "k*")
     axes[2].set(xlabel="PC 1", ylabel="PC 2", title=f"Trajectories of {len(idx)} sums, * at the end")
-    out = Path(path) if Path(path).is_dir() else Path(path).parent
-    figure.savefig(out / "diagnostics.png", dpi=120)
-    print(f"\ndrawn in {out / 'diagnostics.png'}")
+    figure.savefig(train.run_directory(path) / "diagnostics.png", dpi=120)
+    print(f"\ndrawn in {train.run_directory(path) / 'diagnostics.png'}")
 
 
-def diagnose_answers(path, loops):
+def diagnose_answers(model, options, tokenizer, loops):
     """Print, on a fine-tuned run's held-out rows, at each loop count: CE of the solutions, the share of their tokens that
     greedy decoding gets right given those before, how far a loop moves the state, and the one-step gain ||J v||."""
-    model, options, tokenizer = load(path)
     _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
     print("loops t       CE   right tokens   ||h^(t+1) - h^(t)|| / ||h^(t)||   mean ||h^(t)||   one-step ||J v||")
     table, device = torch.zeros(len(loops), 5), model.wte.weight.device.type
@@ -715,9 +700,8 @@ def diagnose_answers(path, loops):
         print("{:7d}   {:6.4f}   {:12.2%}   {:31.2e}   {:14.2f}   {:16.4f}".format(t, *row))
 
 
-def evaluate(path, evaluation, loops):
+def evaluate(path, model, tokenizer, evaluation, loops):
     """The tasks of lm-evaluation-harness at each loop count, with KV caches of loops x layers slots."""
-    model, _, tokenizer = load(path)
     device = model.wte.weight.device
 
     def at(t):
@@ -725,14 +709,13 @@ def evaluate(path, evaluation, loops):
         return (lambda idx, n: readout(model.final(idx.to(device), t)[:, n - 1:]),
                 lambda *arguments: train.decode(lambda *x: model.final(x[0], t, *x[1:]), readout,
                                                 lambda B, S: model.new_cache(B, S, t), *arguments))
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         train.evaluate(path, evaluation, tokenizer, model.config.block_size,
                        {f"loops={t}": at(t) for t in loops or [model.config.num_loops]})
 
 
-def ask(path, question, loops):
+def ask(model, tokenizer, question, loops):
     """Answer one sum at each loop count."""
-    model, options, tokenizer = train.load_model(path, "stars", LoopedTransformer)
     d = model.config.digits
     operands = re.fullmatch(rf"\s*([1-9]\d{{{d - 1}}})\s*\+\s*([1-9]\d{{{d - 1}}})\s*=?\s*", question, re.ASCII)
     if not operands:
@@ -751,30 +734,31 @@ def ask(path, question, loops):
 
 @torch.no_grad()
 def compare(runs, out):
-    """Print exact match and mean ||h^(t)|| of every run against loops; write accuracy.csv and accuracy.png into out."""
-    loops, rows = [int(t) for t in LOOPS.split(",")], []
+    """Print exact match, mean ||h^(t)|| and the relative step, ||h^(t) - h^(t-1)|| / ||h^(t-1)||, of every run against
+    loops; write accuracy.csv and accuracy.png into out."""
+    rows = []
     for (condition, seed), path in runs.items():
         model, options, _ = train.load_model(path, "stars", LoopedTransformer)
         idx, targets = held_out_sums(model, options, 1000)
-        change, norm = convergence(model, idx[:250], max(loops)).T.tolist()
+        change, norm = convergence(model, idx[:250], max(LOOPS)).T.tolist()
         row = {"condition": condition, "seed": seed}
-        for t, h in enumerate(trajectory(model, idx, max(loops))):
-            if t in loops:
+        for t, h in enumerate(trajectory(model, idx, max(LOOPS))):
+            if t in LOOPS:
                 row |= {f"exact_{t}": model.exact(h, targets).item(), f"norm_{t}": norm[t - 1],
                         f"change_{t}": change[t - 1]}
         rows.append(row)
     train.write_csv(out / "accuracy.csv", rows)
-    for name, title, form in (("exact", "exact match", "9.1%"), ("norm", "mean ||h^(t)||", "9.3g")):
-        print(f"\n{title + ' at loops':34}" + "".join(f"{t:9d}" for t in loops))
-        for row in rows:
-            cells = "".join(f"{row[f'{name}_{t}']:{form}}" for t in loops)
-            print(f"{row['condition'] + ', seed ' + str(row['seed']):34}{cells}")
     figure, axes = train.new_figure(3)
-    labels = {"exact": "exact match", "norm": "mean ||h^(t)||", "change": "||h^(t) - h^(t-1)|| / ||h^(t-1)||"}
-    for axis, (name, label) in zip(axes, labels.items()):
+    for axis, (name, title, form, scale) in zip(axes, (
+            ("exact", "exact match", "9.1%", "linear"), ("norm", "mean ||h^(t)||", "9.3g", "log"),
+            ("change", "relative step", "9.1e", "log"))):
+        print(f"\n{title + ' at loops':34}" + "".join(f"{t:9d}" for t in LOOPS))
         for row in rows:
-            axis.plot(loops, [row[f"{name}_{t}"] for t in loops], "o-", markersize=3, label=row["condition"])
-        axis.set(xlabel="loops", xscale="log", ylabel=label, yscale="linear" if name == "exact" else "log")
+            values = [row[f"{name}_{t}"] for t in LOOPS]
+            cells = "".join(f"{value:{form}}" for value in values)
+            print(f"{row['condition'] + ', seed ' + str(row['seed']):34}{cells}")
+            axis.plot(LOOPS, values, "o-", markersize=3, label=row["condition"])
+        axis.set(xlabel="loops", xscale="log", ylabel=title, yscale=scale)
     axes[0].legend(fontsize="x-small")
     figure.savefig(out / "accuracy.png", dpi=120)
     print(f"\nwritten to {out}/accuracy.csv and accuracy.png")
@@ -826,31 +810,26 @@ SWEEPS = {
 class Arguments:
     ask: str = ""  # a sum to answer, as 1750+4733; without it, the diagnostics are printed
     export: str = ""  # a directory to write a fine-tuned Ouro to, in its Hugging Face layout
-    loops: str = LOOPS  # loop counts, separated by commas
+    loops: str = None  # loop counts, separated by commas; by default 1 to 256, with --eval the trained number
     sums: int = 2000  # held-out sums for the accuracy
 
     def __post_init__(self):
-        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", self.loops, re.ASCII):
-            raise UserError(f"--loops={self.loops}: expected whole numbers of at least 1, as in --loops=1,2,4")
         check_at_least(self, 1, "sums")
 
 
 def main(argv):
     usage = "python stars.py RUN [--ask=1750+4733 | --eval=TASK,.. | --export=DIRECTORY] [--field=value ...]"
-    path, values = train.Parser(usage, Arguments, train.Evaluation).parse_run(argv)
-    arguments, evaluation = (cls(**fields) for cls, fields in zip(
-        (Arguments, train.Evaluation), train.split_fields(values, Arguments, train.Evaluation)))
-    loops = [int(t) for t in arguments.loops.split(",")]
+    path, arguments, evaluation = train.parse_run(usage, Arguments, argv)
+    loops, (model, options, tokenizer) = train.loop_counts(arguments.loops), load(path)
     if arguments.export:
-        model, _, tokenizer = load(path)
         return export_ouro(model, tokenizer, arguments.export)
     if evaluation.eval:
-        return evaluate(path, evaluation, loops if "loops" in values else [])
+        return evaluate(path, model, tokenizer, evaluation, loops)
     if arguments.ask:
-        return ask(path, arguments.ask, loops)
-    if train.load_checkpoint(path, "stars")["tokenizer"]["name"] == "hub":
-        return diagnose_answers(path, loops if "loops" in values else [1, 2, 3, 4, 6, 8, 12, 16])
-    diagnose(path, loops, arguments.sums)
+        return ask(model, tokenizer, arguments.ask, loops or LOOPS)
+    if tokenizer.spec["name"] == "hub":
+        return diagnose_answers(model, options, tokenizer, loops or [1, 2, 3, 4, 6, 8, 12, 16])
+    diagnose(path, model, options, loops or LOOPS, arguments.sums)
 
 
 if __name__ == "__main__":

@@ -69,11 +69,12 @@ class Options:
             raise UserError("--resume and --overwrite: choose one")
 
 
-def check_at_least(config, least, *names):
-    """UserError for the first of the named fields that is below `least` (or not a number)."""
+def check_at_least(config, least, *names, most=math.inf):
+    """UserError for the first of the named fields that is below `least`, above `most`, or not a number."""
     for name in names:
-        if not getattr(config, name) >= least:
-            raise UserError(f"--{name}={getattr(config, name)}: expected a number of at least {least}")
+        if not least <= getattr(config, name) <= most:
+            expected = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+            raise UserError(f"--{name}={getattr(config, name)}: expected a number {expected}")
 
 
 def nearest(word, known):
@@ -108,16 +109,31 @@ class Parser(argparse.ArgumentParser):
             raise UserError(f"{word}: no such field; {nearest(word, self.fields)}")
         return vars(values)
 
-    def parse_run(self, argv):
-        """(run, fields) of a script's own command line, which names a run directory or checkpoint."""
-        self.add_argument("run", metavar="RUN", help="a run directory, or a checkpoint in it")
-        values = self.parse(argv or ["--help"])
-        return values.pop("run"), values
-
 
 def split_fields(values, *classes):
     """One dict per dataclass, of the values that are its fields."""
     return [{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values} for cls in classes]
+
+
+def parse_run(usage, cls, argv):
+    """(RUN, a cls, an Evaluation) of a script's own command line, which names a run directory or a checkpoint in it."""
+    parser = Parser(usage, cls, Evaluation)
+    parser.add_argument("run", metavar="RUN", help="a run directory, or a checkpoint in it")
+    values = parser.parse(argv or ["--help"])
+    own, evaluation = split_fields(values, cls, Evaluation)
+    return values["run"], cls(**own), Evaluation(**evaluation)
+
+
+def loop_counts(text):
+    """'1,2,4' -> [1, 2, 4]; [] of no text, that is of a field left at its default."""
+    if text is not None and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text, re.ASCII):
+        raise UserError(f"--loops={text}: expected a number of at least 1, or several as in --loops=1,2,4")
+    return [int(n) for n in text.split(",")] if text else []
+
+
+def run_directory(path):
+    """The directory of a run that is named by it or by a checkpoint in it."""
+    return Path(path) if Path(path).is_dir() else Path(path).parent
 
 
 @contextlib.contextmanager
@@ -351,6 +367,13 @@ def build_tokenizer(spec, data_dir="data"):
     return GPT2Tokenizer(data_dir) if spec["name"] == "gpt2" else Tokenizer(spec["name"], spec["vocab"])
 
 
+def encode_prompt(tokenizer, text):
+    """The tokens of a text to continue, with a warning where <unk> stands for some of it."""
+    if tokenizer.spec["name"] == "regex" and (missing := tokenizer.missing(text)):
+        print(f"warning: read as <unk>, since the training text lacks them: {missing}", file=sys.stderr)
+    return tokenizer.encode(text)
+
+
 def count_types(name, text):
     return collections.Counter(Tokenizer.patterns[name].findall(text))
 
@@ -442,7 +465,8 @@ class TextData:
 
 class AdditionData:
     """Sums made on the fly, `1750+4733= 3846§`: two numbers of `digits` digits, the answer reversed (so that carries run
-    forwards) unless the config's reversed_answers is False, an end mark, padding. Targets are -1 where there is no loss: before the answer and after its end.
+    forwards) unless the config's reversed_answers is False, an end mark, padding. Targets are -1 where there is no loss:
+    before the answer and after its end.
 
     A pair is held out if a hash of it, the same for a + b and b + a, falls into one bucket of 32: no training batch draws
     such a pair, and the validation split draws no other, the same ones at every seed.
@@ -1260,6 +1284,7 @@ def harness_adapter(tokenizer, block_size, score, generate, eval_rows):
     return Adapter()
 
 
+@torch.no_grad()
 def evaluate(path, e, tokenizer, block_size, settings):
     """Run the harness's tasks of e, an Evaluation, at each of the settings {label: (score, generate)}; print its table for
     each and add the results to eval.json beside the run. A tokenizer's chat template is used if there is one."""
@@ -1276,7 +1301,7 @@ def evaluate(path, e, tokenizer, block_size, settings):
             names[i] = name = found[1].strip("\"'") if found else name
         if name not in manager.all_tasks:
             raise UserError(f"--eval={name}: lm-evaluation-harness has no such task; {nearest(name, manager.all_tasks)}")
-    out = (Path(path) if Path(path).is_dir() else Path(path).parent) / "eval.json"
+    out = run_directory(path) / "eval.json"
     results = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     chat = getattr(tokenizer, "template", None) is not None
     for label, (score, generate) in settings.items():

@@ -353,7 +353,7 @@ def test_sweeps_are_complete():
 def test_a_sweep_prints_one_row_per_condition(tmp_path, capsys, monkeypatch):
     conditions, report = stars.SWEEPS["ablation"]
     monkeypatch.setitem(stars.SWEEPS, "ablation", ({k: conditions[k] for k in ("fixed", "random+jsrr")}, report))
-    monkeypatch.setattr(stars, "LOOPS", "1,4")
+    monkeypatch.setattr(stars, "LOOPS", (1, 4))
     train.main(["stars", "--sweep=ablation", "--digits=2", "--n_embd=16", "--mlp_width=32", "--batch_size=8",
                 "--max_steps=2", "--eval_batches=1", f"--out_dir={tmp_path}/sweep"])
     assert len(train.read_csv(tmp_path / "sweep/accuracy.csv")) == 2 and "random+jsrr" in capsys.readouterr().out
@@ -377,7 +377,7 @@ def test_the_race_counts_seconds_without_the_evaluations(tmp_path, capsys):
     (["--loop_sigma=-0.1"], "--loop_sigma=-0.1: expected a number of at least 0"),
     (["--num_loops=0"], "--num_loops=0: expected a number of at least 1"),
     (["--min_loops=9", "--max_loops=4"], "--max_loops=4 is below --min_loops=9"),
-    (["--digits=9"], "--digits=9: expected 2 to 8"), (["--digits=1"], "expected 2 to 8"),
+    (["--digits=9"], "--digits=9: expected a number from 2 to 8"), (["--digits=1"], "from 2 to 8"),
     (["--jsrr_rows=0"], "share of the batch"), (["--placement=sideways"], "invalid choice"),
     (["--n_embd=130"], "not divisible"), (["--n_embd=12", "--positions=rope"], "heads of an even width"),
 ])
@@ -397,7 +397,7 @@ def test_sums_it_was_not_trained_on_are_refused_in_one_line(run, question):
 
 @pytest.mark.parametrize("loops", ["0", "", "-1", "4,0", "x", "1,,2"])
 def test_loop_counts_below_one_are_refused(run, loops):
-    with pytest.raises(train.UserError, match="whole numbers of at least 1"):
+    with pytest.raises(train.UserError, match="expected a number of at least 1"):
         stars.main([str(run), "--ask=17+47", f"--loops={loops}"])
 
 
