@@ -827,6 +827,8 @@ def main(argv):
         return evaluate(path, model, tokenizer, evaluation, loops)
     if arguments.ask:
         return ask(model, tokenizer, arguments.ask, loops or LOOPS)
+    if (Path(path) / "tokenizer.json").exists():
+        raise UserError(f"{path} is a Hugging Face directory, not a run with held-out rows: add --eval=TASK")
     if tokenizer.spec["name"] == "hub":
         return diagnose_answers(model, options, tokenizer, loops or [1, 2, 3, 4, 6, 8, 12, 16])
     diagnose(path, model, options, loops or LOOPS, arguments.sums)

@@ -78,6 +78,11 @@ def hub(tmp_path_factory):
 
 # The model and its files
 
+def test_diagnostics_of_a_hugging_face_directory_are_refused_in_one_line(hub):
+    with pytest.raises(train.UserError, match="is a Hugging Face directory, not a run with held-out rows: add --eval=TASK"):
+        stars.main([str(hub)])
+
+
 def naive_logits(w, idx, loops):
     """Ouro's layer from its description, one position and one head at a time, in float64: logits after each loop. The
     rotation's table is rounded to float32, as it is kept."""
