@@ -67,7 +67,7 @@ class Config:
             raise UserError(f"--n_embd={self.n_embd} is not --n_head={self.n_head} times an even width")
         if self.n_head % self.n_kv_head:
             raise UserError(f"--n_head={self.n_head} is not divisible by --n_kv_head={self.n_kv_head}")
-        parse_mix(self.mix), parse_mix(self.compute_of or "1")
+        parse_mix(self.mix), parse_mix(self.compute_of or "1", "compute_of")
 
     @property
     def shares(self):
@@ -78,13 +78,13 @@ class Config:
         return (1 - self.feedback_from) * sum(k * share for k, share in enumerate(parse_mix(mix)))
 
 
-def parse_mix(mix):
-    """[share of 1-pass steps, of 2-pass steps, ..]; UserError if it is none."""
+def parse_mix(mix, field="mix"):
+    """[share of 1-pass steps, of 2-pass steps, ..]; UserError, of this field, if it is none."""
     with contextlib.suppress(ValueError):
         shares = [float(share) for share in mix.split(",")]
-        if min(shares) >= 0 < shares[-1] and abs(sum(shares) - 1) < 1e-6:
+        if min(shares) >= 0 < shares[-1] and abs(sum(shares) - 1) < 1e-8:  # as numpy, which draws them, wants
             return shares
-    raise UserError(f"--mix={mix}: expected shares that sum to 1, the last above 0, as in 0.75,0.22,0.03")
+    raise UserError(f"--{field}={mix}: expected shares that sum to 1, the last above 0, as in 0.75,0.22,0.03")
 
 
 PAPER = dict(optimizer="muon", muon_lr=0.01, lr=5e-4, weight_decay=0.01, schedule="wsd", warmup_steps=200)
@@ -425,11 +425,12 @@ def sample_passes(config, seed, step, max_steps):
 
 def train_model(run):
     run.max_steps = round(run.max_steps * (1 + run.config.more_passes(run.config.compute_of or "1")))
-    if run.options.dataset.startswith("wikitext-") and run.config.document_end < 0:  # whose documents are lines
+    if run.options.dataset in ("wikitext-2", "wikitext-103") and run.config.document_end < 0:  # whose documents are lines
         run.config.document_end = run.data.tokenizer.encode("\n\n=")[-2]
-    model = run.start(FullBandwidthGPT(run.config))
-    if run.config.init_from and run.step == 0:
+    model = FullBandwidthGPT(run.config)
+    if run.config.init_from and not (run.options.resume and (run.out / "ckpt.pt").exists()):
         model.load_weights(run.config.init_from, run.data.tokenizer)
+    model = run.start(model)
     for step in run.steps():
         passes = sample_passes(run.config, run.options.seed, step, run.max_steps)
         for idx, targets in run.batches():
@@ -452,8 +453,9 @@ PASSES = (1, 2, 3, 4, 5, 10, 20, 30, 100, 1000)
 def load_model(path):
     """A trained model, its Options and its tokenizer. One that was saved before its feedback started is a standard one."""
     model, options, tokenizer = train.load_model(path, "fullbandwidth", FullBandwidthGPT)
-    step, start = train.load_checkpoint(path, "fullbandwidth")["step"], model.config.feedback_from * options.max_steps
-    if model.W_U is not None and not model.config.init_from and step <= start:
+    ckpt = train.load_checkpoint(path, "fullbandwidth")
+    step, start = ckpt["step"], model.config.feedback_from * ckpt["max_steps"]
+    if model.W_U is not None and step <= start:
         model.W_U, model.why_not = None, f"was saved after step {step}, before its feedback starts, after step {start:.0f}"
     return model, options, tokenizer
 
@@ -592,11 +594,11 @@ def report(measure, runs, out):
     figure, axes = train.new_figure(max(1, len(drawn)))
     for (title, *columns), figures in tables.items():
         width = max(map(len, (title, *figures)))
-        print(f"\n{title:{width}}" + "".join(f"{column:>10}" for column in columns))
+        print(f"\n{title:{width}}" + "".join(f"{column:>12}" for column in columns))
         for name, values in figures.items():
             mean, spread, seeds = torch.stack(values).mean(0), torch.stack(values).std(0, correction=0), len(values)
             for kind, row in (("mean", mean), ("spread", spread))[:seeds]:
-                print(f"{name if row is mean else '  +-':{width}}" + "".join(f"{value:>10.4g}" for value in row.tolist()))
+                print(f"{name if row is mean else '  +-':{width}}" + "".join(f"{value:>12.4g}" for value in row.tolist()))
                 rows.append({"table": title, "condition": name, "seeds": seeds, "of": kind}
                             | dict(zip(map(str, columns), row.tolist())))
             if (title, *columns) in drawn:
@@ -623,7 +625,7 @@ def fusion(run):
     """As `passes`; and the mean norms of the fusion's two paths over training."""
     yield from passes(run)
     log = [row for row in train.read_csv(run / "log.csv") if "val_state_path" in row]
-    for name in ("state", "token"):
+    for name in ("state", "token") if log else ():
         yield "norm of path at step", [row["step"] for row in log], f", {name}", [row[f"val_{name}_path"] for row in log]
 
 
@@ -659,7 +661,7 @@ def addition(run, n=500):
     model, _, data, *_ = load_run(run)
     (idx, targets), start, end = data.encode(*data.operands("val", 0, n)), 2 * data.digits + 2, data.vocab.index("§")
     answers = [row[row >= 0].tolist() for row in targets]
-    new = [model.generate(idx[:, :start].tolist(), 2 * data.digits, mode, temperature=0, stop=[end])
+    new = [model.generate(idx[:, :start].tolist(), data.digits + 3, mode, temperature=0, stop=[end])
            for mode in model.modes()]
     yield "right answers", MODES, "", [sum(map(operator.eq, rows, answers)) / n for rows in new]
     yield "tokens in an answer", MODES, "", [sum(map(len, rows)) / n for rows in new]

@@ -336,7 +336,7 @@ class LoopedTransformer(nn.Module):
 
         def layer(block, h, v):
             with torch.compiler.set_stance("force_eager"):  # here, since the backward pass runs it again
-                return product(lambda x: block(x, self.rope[:, :x.shape[1]]), h, v, "jvp")
+                return product(lambda x: block(x, None if self.rope is None else self.rope[:, :x.shape[1]]), h, v, "jvp")
         for block in self.blocks[c.n_prelude:c.n_prelude + c.n_layer]:
             h, v = checkpoint(layer, block, h, v, use_reentrant=False)
         return product(self.norm, h, v, "jvp") if c.state_norm else (h, v)
@@ -825,11 +825,14 @@ def main(argv):
         return export_ouro(model, tokenizer, arguments.export)
     if evaluation.eval:
         return evaluate(path, model, tokenizer, evaluation, loops)
+    sums = options.dataset == "addition"
+    if arguments.ask and not sums:
+        raise UserError("--ask needs a model that was trained on sums: python train.py stars")
     if arguments.ask:
         return ask(model, tokenizer, arguments.ask, loops or LOOPS)
     if (Path(path) / "tokenizer.json").exists():
         raise UserError(f"{path} is a Hugging Face directory, not a run with held-out rows: add --eval=TASK")
-    if tokenizer.spec["name"] == "hub":
+    if not sums:
         return diagnose_answers(model, options, tokenizer, loops or [1, 2, 3, 4, 6, 8, 12, 16])
     diagnose(path, model, options, loops or LOOPS, arguments.sums)
 

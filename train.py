@@ -1073,7 +1073,7 @@ class Run:
     def save(self, name):
         """best.pt: weights, config, tokenizer. ckpt.pt: also all that --resume needs to go on bit for bit."""
         state = self.record | {"config": vars(self.config), "tokenizer": self.data.tokenizer.spec, "step": self.step,
-                               "best": self.best, "weights": self.model.state_dict()}
+                               "max_steps": self.max_steps, "best": self.best, "weights": self.model.state_dict()}
         if name == "ckpt.pt":
             rng = [torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None]
             every_rng = [rng] * self.world
@@ -1117,7 +1117,8 @@ class Run:
             for name in names:
                 points = [(r["step"], r[name]) for r in self.rows if name in r]
                 axis.plot(*zip(*points), label=name)
-            axis.set(xlabel="step", ylabel=", ".join(names), yscale="linear" if len(names) > 1 else "log")
+            log = len(names) == 1 and any(r.get(names[0], 0) > 0 for r in self.rows)
+            axis.set(xlabel="step", ylabel=", ".join(names), yscale="log" if log else "linear")
             axis.legend()
         figure.suptitle(f"{self.name}-{self.preset}")
         figure.savefig(self.out / "curves.png", dpi=120)

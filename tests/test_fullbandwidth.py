@@ -261,7 +261,7 @@ def test_pass_counts_follow_the_schedule_and_depend_on_seed_and_step_only():
     (dict(mix="0.5,0.4"), "sum to 1"), (dict(mix="1.5,-0.5"), "sum to 1"), (dict(mix="most"), "sum to 1"),
     (dict(mix="1,0"), "the last above 0"), (dict(window=-1), "window"),
     (dict(n_embd=100, n_head=8), "not --n_head=8 times an even width"), (dict(n_kv_head=3), "--n_kv_head=3"),
-    (dict(feedback_from=1.0), "feedback_from"), (dict(digits=9), "digits"), (dict(compute_of="1,1"), "--mix=1,1"),
+    (dict(feedback_from=1.0), "feedback_from"), (dict(digits=9), "digits"), (dict(compute_of="1,1"), "--compute_of=1,1"),
     (dict(modulus=1), "modulus"), (dict(jitter=-1.0), "jitter")])
 def test_impossible_configs_are_refused(fields, message):
     with pytest.raises(UserError, match=message):
@@ -560,6 +560,16 @@ def test_a_checkpoint_from_before_the_feedback_is_a_standard_model(tmp_path):
     assert ks == (1,)
 
 
+def test_a_wrong_init_from_costs_no_run(tmp_path):
+    train.main(["fullbandwidth", *TINY, "--max_steps=1", f"--out_dir={tmp_path}/run"])
+    for arguments in ([f"--init_from={tmp_path}/nope", f"--out_dir={tmp_path}/run", "--overwrite"],
+                      [f"--init_from={tmp_path}/nope", f"--out_dir={tmp_path}/other"]):
+        with pytest.raises(UserError, match="no such checkpoint"):
+            train.main(["fullbandwidth", *TINY, "--max_steps=1", *arguments])
+    assert train.load_checkpoint(tmp_path / "run", "fullbandwidth")["step"] == 1
+    train.main(["fullbandwidth", *TINY, "--max_steps=1", f"--init_from={tmp_path}/run", f"--out_dir={tmp_path}/other"])
+
+
 def test_in_wikitext_the_position_after_a_line_gets_no_feedback(tmp_path):
     with zipfile.ZipFile(tmp_path / "wikitext-2.zip", "w") as z:
         for split in ("train", "valid", "test"):
@@ -595,7 +605,7 @@ def test_answers_to_sums_are_judged_whole_and_end_with_the_models_own_end_mark(t
         if mode == "soft":  # wrong in the last digit, where the first sum is
             answers[0] = answers[0][:-1] + str((int(answers[0][-1]) + 1) % 10)
         assert read.decode(stop) == "§" and temperature == 0
-        return [read.encode(f" {answer}" + "§" * (mode != "fused")) for answer in answers]
+        return [read.encode(f" {answer}" + "§" * (mode != "fused"))[:n] for answer in answers]
     monkeypatch.setattr(FullBandwidthGPT, "generate", generate)
     (*_, right), (*_, lengths) = fullbandwidth.addition(tmp_path, n=20)
     assert right == [1, 0.95, 0]

@@ -517,7 +517,7 @@ def run_of(tmp_path, name, model, text, **options):
     """A run directory of an untrained model with a character tokenizer."""
     tokenizer = train.Tokenizer("char", sorted(set(text)))
     (tmp_path / name).mkdir()
-    torch.save({"model": name, "preset": "tiny", "config": vars(model.config), "step": 0, "best": 0.0, "tokenizer": tokenizer.spec,
+    torch.save({"model": name, "preset": "tiny", "config": vars(model.config), "step": 600, "max_steps": 600, "best": 0.0, "tokenizer": tokenizer.spec,
                 "options": vars(train.Options(**options)), "weights": model.state_dict()}, tmp_path / name / "ckpt.pt")
     return tmp_path / name, tokenizer
 

@@ -395,6 +395,16 @@ def test_sums_it_was_not_trained_on_are_refused_in_one_line(run, question):
     assert "\n" not in str(error.value)
 
 
+def test_a_model_of_text_is_asked_no_sums_and_judged_by_its_tokens(tmp_path, capsys):
+    train.main(["stars", "--dataset=python-docs", "--n_embd=16", "--mlp_width=32", "--batch_size=4", "--max_steps=1",
+                "--eval_batches=1", "--checkpointing", "--jsrr_mode=jvp", f"--data_dir={tmp_path}/data",
+                f"--out_dir={tmp_path}/run"])
+    with pytest.raises(train.UserError, match="needs a model that was trained on sums"):
+        stars.main([f"{tmp_path}/run", "--ask=1750+4733"])
+    stars.main([f"{tmp_path}/run", "--loops=1,2"])
+    assert "right tokens" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("loops", ["0", "", "-1", "4,0", "x", "1,,2"])
 def test_loop_counts_below_one_are_refused(run, loops):
     with pytest.raises(train.UserError, match="expected a number of at least 1"):
