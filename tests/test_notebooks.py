@@ -1,5 +1,5 @@
-"""Every notebook, and its solution, runs from top to bottom in a fresh kernel with FAST=1, and the checks of its exercises say
-what they should. Two kernels run at a time, one thread each."""
+"""Every notebook, and its solution, runs from top to bottom in a fresh kernel with FAST=1, and the checks of its exercises
+say what they should. Two kernels run at a time, one thread each."""
 import json
 import os
 import sys
@@ -59,12 +59,13 @@ WRONG = {
         (3, "answer_3 = lambda model, h, idx: model.stack(model.fuse(model.embed(idx), h))", "its own state"),
         (3, "answer_3 = lambda model, h, idx: model.stack(model.fuse(model.embed(idx), h.roll(1, 1)))", "keeps the plain"),
         (3, "answer_3 = lambda model, h, idx: model.feedback(h, model.embed(idx), model.plain(idx))", "run the stack"),
-        (3, "answer_3 = lambda model, h, idx: model.stack(torch.cat([model.embed(idx)[:, :1], model.fuse(model.embed(idx)[:, 1:], "
-            "torch.cat([h[:, 2:], 0 * h[:, :1]], 1))], 1))", "future"),
+        (3, "answer_3 = lambda model, h, idx: model.stack(torch.cat([model.embed(idx)[:, :1], model.fuse(model.embed(idx)[:, 1:],"
+            " torch.cat([h[:, 2:], 0 * h[:, :1]], 1))], 1))", "future"),
         (4, "answer_4 = lambda n: n", "one too many"),
         (4, "answer_4 = lambda n: 1", "still off"),
         (4, "answer_4 = lambda n: n / 2", "whole number"),
-        (5, "answer_5 = lambda h, bits: (h * 2 ** bits / h.abs().max()).round() * h.abs().max() / 2 ** bits", "different values"),
+        (5, "answer_5 = lambda h, bits: (h * 2 ** bits / h.abs().max()).round() * h.abs().max() / 2 ** bits",
+         "different values"),
         (5, "answer_5 = lambda h, bits: h", "different values"),
         (5, "answer_5 = lambda h, bits: 0 * h", "end points"),
         (6, "answer_6 = dict(base=[0.9], changed=[0.3], claim='worse')", "one seed"),
@@ -79,8 +80,8 @@ WRONG = {
         (2, "answer_2 = lambda J, draws: (J.norm(), J.norm())", "Frobenius"),
         (2, "answer_2 = lambda J, draws: (J.norm() / len(J) ** 0.5, (J @ torch.randn(len(J), draws)).square().sum(0).mean()"
             ".sqrt())", "not unit"),
-        (2, "answer_2 = lambda J, draws: (J.norm() / len(J) ** 0.5, (J @ torch.nn.functional.normalize(torch.randn(len(J), draws),"
-            " dim=0)).norm(dim=0).mean())", "mean of the norms"),
+        (2, "answer_2 = lambda J, draws: (J.norm() / len(J) ** 0.5, (J @ torch.nn.functional.normalize(torch.randn(len(J), draws)"
+            ", dim=0)).norm(dim=0).mean())", "mean of the norms"),
         (2, "answer_2 = lambda J, draws: (torch.linalg.matrix_norm(J, 2), 0)", "largest singular"),
         (3, "answer_3 = 1", "does not make J = 0"),
         (3, "answer_3 = T - 1", "one step more"),
