@@ -38,7 +38,7 @@ WAYS = {"plain fp32": ("plain", "float32", "off"), "plain bf16": ("plain", "bflo
 # The plain versions. Each takes (model, idx, targets) and gives the training loss of our model's weights.
 
 def plain_norm(norm, h):
-    return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + norm.eps) * norm.gain
+    return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * norm.gain
 
 
 def plain_attention(q, k, v):
