@@ -195,7 +195,7 @@ class FullBandwidthGPT(nn.Module):
         self.head = None if config.tied else nn.Linear(D, config.vocab_size, bias=False)
         self.W_U = nn.Linear(D, D, bias=False) if len(config.shares) > 1 else None
         self.W_G = nn.Linear(D, D, bias=False) if len(config.shares) > 1 and config.fusion != "add" else None
-        self.why_not = f"had --mix={config.mix}"  # feed states back
+        self.why_not = f"had --mix={config.mix}"  # no state can be fed back, where W_U is None
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features ** -0.5)
