@@ -1,6 +1,6 @@
 """Speed and memory of the three models beside the plain way to write them: one table, one JSON.
 
-    python tests/bench.py                                     # 15 minutes at most on 2 CPU cores; --device=cuda on a GPU
+    python tests/bench.py                                     # 25 minutes at most on 2 CPU cores; --device=cuda on a GPU
     python tests/bench.py --quick                             # tiny models, one round: does it all work here?
     python tests/bench.py --only=training,decoding            # of matmul, training, stars, decoding, growth, data
 
@@ -460,12 +460,16 @@ def benchmark(report, only, device, quick, data_dir):
         report.measure(f"matmul, looped_gpt {looped}", "TFLOP/s", None, rounds, [
             ("matmul", dict(preset=looped, rows=16_384 if cuda else 1024, device=device, seconds=seconds))])
     if "training" in only:
-        ways = WAYS if not quick else ("plain fp32", "compiled bf16")
-        for preset, batch in ((looped, 64 if cuda else 4), ("129m", 32))[:2 if cuda and not quick else 1]:
+        two_ways = "plain fp32", "compiled bf16"
+        shapes = [(looped, 64 if cuda else 4, two_ways if quick else WAYS)]
+        if not quick:
+            shapes.append(("129m", 32 if cuda else 2, WAYS if cuda else two_ways))
+        for preset, batch, ways in shapes:
             report.measure(f"looped_gpt {preset}, training, batch {batch}", "tokens/s", "plain fp32", rounds,
                            trainers("looped_gpt", preset, batch, {way: (way, {}) for way in ways}))
-        ways = ("plain fp32", "eager bf16") if quick else ("plain fp32", "compiled bf16")
-        batch, T = (4, 64) if quick else (4, 1024) if cuda else (2, 256)
+        ways, (batch, T) = two_ways, (4, 1024) if cuda else (2, 256)
+        if quick:
+            ways, (batch, T) = ("plain fp32", "eager bf16"), (4, 64)
         for passes, mix in ((1, "1"), (2, "0,1"), (3, "0,0,1"))[1 if quick else 0:2 if quick else 3]:
             fields = dict(mix=mix, feedback_from=0.0, block_size=T, grad_accum=16 * 1024 // T)  # as many tokens an update
             report.measure(f"fullbandwidth {full}, training, passes {passes}, batch {batch} x {T}", "tokens/s", "plain fp32",
@@ -475,8 +479,7 @@ def benchmark(report, only, device, quick, data_dir):
         shapes = [("width 128", batch, loops)]
         if not quick:
             shapes.append(("width 512", batch, loops | dict(n_embd=512, n_head=8, mlp_width=1024)))
-        if cuda and not quick:
-            shapes.append(("44m language model", 16, loops | dict(
+            shapes.append(("44m language model", 16 if cuda else 2, loops | dict(
                 dataset="random", vocab_size=20_000, block_size=256, n_layer=8, n_embd=512, n_head=8, mlp_width=2048,
                 activation="swiglu")))
         for shape, batch, fields in shapes:
@@ -514,7 +517,7 @@ def main(argv):
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="tiny models, few cases, one round")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, separated by commas")
-    parser.add_argument("--minutes", type=float, default=14, help="after this no further case is begun")
+    parser.add_argument("--minutes", type=float, default=24, help="after this no further case is begun")
     parser.add_argument("--data_dir", default="data")
     parser.add_argument("--out", default="bench.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
