@@ -7,7 +7,7 @@ Jacobi iteration, exact at position t after t passes; a few percent of three-pas
 Documents lie packed in a window: no state is fed back from one to the next (document_end), but attention looks across.
 
     python train.py fullbandwidth                                    # train the tiny preset
-    python train.py fullbandwidth --sweep=passes                     # one pass / 75+25 / 75+22+3: the paper's figure 3
+    python train.py fullbandwidth --sweep=passes                     # one pass, and mixes of passes: the paper's figure 3
     python train.py fullbandwidth --preset=running-sum               # right at lengths that no window has reached
     python fullbandwidth.py out/fullbandwidth-tiny                   # every diagnostic for a trained run
     python fullbandwidth.py out/fullbandwidth-tiny --prompt="The " --mode=soft
@@ -50,7 +50,7 @@ class Config:
     tied: bool = True  # the readout multiplies with the input embeddings
     compute_of: str = ""  # a mix: take as many steps more as make up for its passes, to compare at equal compute
     document_end: int = -1  # the token after which a position gets no feedback; -1: none, but a line's end in wikitext
-    modulus: int = 3  # of --dataset=running-sum
+    modulus: int = 3  # of --dataset=running-sum, at most 1,000
     digits: int = 3  # of each operand of --dataset=addition, 2 to 8
     reversed_answers: bool = False  # the sums' lowest digit first, so that carries run forwards
     init_from: str = ""  # a run or checkpoint whose weights to start from; a standard model's lack W_U and W_G only
@@ -59,7 +59,7 @@ class Config:
         check_at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "mlp_width",
                        "full_every", "rope_theta")
         check_at_least(self, 0, "window", "jitter")
-        check_at_least(self, 2, "modulus")
+        check_at_least(self, 2, "modulus", most=1000)
         check_at_least(self, 2, "digits", most=8)
         if not 0 <= self.feedback_from < 1:
             raise UserError(f"--feedback_from={self.feedback_from}: expected a share of the training, below 1")
@@ -93,7 +93,8 @@ TOY = dict(optimizer="muon", muon_lr=0.02, lr=3e-3, schedule="wsd", warmup_steps
 SMALL = dict(n_layer=2, n_embd=64, mlp_width=176, mix="0.5,0.4,0.1", feedback_from=0.0, batch_size=64, log_interval=100,
              eval_interval=500, eval_batches=2, **TOY)
 PRESETS = {
-    "tiny": dict(max_steps=800, feedback_from=0.25, **TOY),
+    # not the paper's mix: few steps must teach the second pass, and every pass after it
+    "tiny": dict(n_layer=2, mix="0,0.7,0.3", feedback_from=0.0, prefix_mix=False, max_steps=800, **TOY),
     "running-sum": dict(dataset="running-sum", block_size=32, max_steps=1500, **SMALL),
     "statetrack": dict(dataset="statetrack", block_size=166, max_steps=1000, **SMALL | dict(batch_size=16)),
     "addition": dict(dataset="addition", max_steps=1500, **SMALL),
@@ -705,14 +706,15 @@ def beside_standard(mixes, **fields):
     return {name: mix | fields for name, mix in mixes.items()}
 
 
-MIXES = {"75+25": "0.75,0.25", "75+22+3": "0.75,0.22,0.03"}
-WITHOUT = {"depth-scale": dict(depth_scale=False), "input-norm": dict(input_norm=False), "jitter": dict(jitter=0.0),
-           "prefix-mix": dict(prefix_mix=False), "tying": dict(tied=False)}
-WITHOUT["stabiliser"] = {field: value for fields in WITHOUT.values() for field, value in fields.items()}  # none of them
+MIXES = {"75+25": "0.75,0.25", "75+22+3": "0.75,0.22,0.03",  # the paper's
+         "0+100": "0,1", "0+97+3": "0,0.97,0.03", "0+70+30": "0,0.7,0.3"}
+WITHOUT = {"all-on": {}, "no-depth-scale": dict(depth_scale=False), "no-input-norm": dict(input_norm=False),
+           "no-jitter": dict(jitter=0.0), "no-prefix-mix": dict(prefix_mix=False), "no-tying": dict(tied=False)}
+WITHOUT["none"] = {field: value for fields in WITHOUT.values() for field, value in fields.items()}
 SWEEPS = {
     "passes": (beside_standard(MIXES), functools.partial(report, passes)),
-    "stabilisers": ({f"no-{name}-{mix}": fields | dict(mix=MIXES[mix])
-                     for name, fields in WITHOUT.items() for mix in MIXES}, functools.partial(report, passes)),
+    "stabilisers": ({f"{name}-{mix}": dict(prefix_mix=True) | fields | dict(mix=MIXES[mix])
+                     for name, fields in WITHOUT.items() for mix in ("0+100", "0+97+3")}, functools.partial(report, passes)),
     "fusion": ({name: dict(fusion=name) for name in ("gated", "add", "concat")}, functools.partial(report, fusion)),
 } | {task: (beside_standard({"feedback": "0.5,0.4,0.1"}, dataset=task), functools.partial(report, measure))
      for task, measure in TASKS.items()}  # each with --preset of that name

@@ -672,7 +672,7 @@ def test_a_sweep_reports_losses_and_updates_over_passes(tmp_path, monkeypatch):
         model, _, _, batches, _ = fullbandwidth.load_run(tmp_path / f"75+22+3-seed{seed}")
         curves.append(fullbandwidth.pass_curve(model, batches))
         log = train.read_csv(tmp_path / f"standard-equal-compute-seed{seed}" / "log.csv")
-        assert log[-1]["step"] == 24  # 5 steps of one pass, 15 of 1.28 passes in the mean
+        assert log[-1]["step"] == 46  # 20 steps of 2.3 passes in the mean
     for i, k in enumerate(fullbandwidth.PASSES):
         assert fed[str(k)] == pytest.approx(sum(c[i, 0].item() for c in curves) / 2, rel=1e-6)
         assert (str(k) in standard) == (k == 1)
