@@ -95,8 +95,8 @@ SMALL = dict(n_layer=2, n_embd=64, mlp_width=176, mix="0.5,0.4,0.1", feedback_fr
 PRESETS = {
     # not the paper's mix: few steps must teach the second pass, and every pass after it
     "tiny": dict(n_layer=2, mix="0,0.7,0.3", feedback_from=0.0, prefix_mix=False, max_steps=800, **TOY),
-    "running-sum": dict(dataset="running-sum", block_size=32, max_steps=1500, **SMALL),
-    "statetrack": dict(dataset="statetrack", block_size=166, max_steps=1000, **SMALL | dict(batch_size=16)),
+    "running-sum": dict(dataset="running-sum", block_size=32, max_steps=3000, **SMALL),
+    "statetrack": dict(dataset="statetrack", block_size=166, max_steps=3000, **SMALL | dict(batch_size=16)),
     "addition": dict(dataset="addition", max_steps=1500, **SMALL),
     "124m": dict(n_layer=12, n_head=12, n_kv_head=12, n_embd=768, mlp_width=2048, block_size=1024, tokenizer="gpt2",
                  batch_size=16, grad_accum=16, max_steps=5000, log_interval=20, eval_interval=500, **PAPER),
