@@ -414,121 +414,6 @@ def train_model(run):
                 f"{run.out}/curves.png, then run\npython stars.py {run.out}")
 
 
-def training_memory(config, rows):
-    """{part: bytes} of a training step with checkpointing on `rows` full windows, with AdamW, in bfloat16: an estimate
-    at max_loops, and the total."""
-    c, tokens = config, rows * config.block_size
-    with torch.device("meta"):
-        P = sum(p.numel() for p in LoopedTransformer(c).parameters())
-    parts = {"weights, gradients and AdamW's moments": 16 * P, "bfloat16 weights": 2 * P,
-             "layer inputs": 4 * tokens * c.n_embd * c.n_layer * (c.max_loops + 1),
-             "one layer": tokens * (90 * c.n_embd + 16 * c.mlp_width),
-             "J v of one layer": 48 * math.ceil(rows * c.jsrr_rows) * c.n_head * c.block_size ** 2 * (c.jsrr_lambda > 0),
-             "logits": 12 * min(train.CHUNK["cuda"], tokens * c.vocab_size)}
-    return parts | {"together": sum(parts.values())}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Ouro's files, as Hugging Face lays them out: config.json, safetensors in one file or in shards with an index, tokenizer.
-
-OURO_FIELDS = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
-               "n_embd": "hidden_size", "mlp_width": "intermediate_size", "rope_theta": "rope_theta",
-               "num_loops": "total_ut_steps"}
-
-
-def ouro_config(directory):
-    """The Config of a Hugging Face directory of Ouro's layout; the context stays at the preset's block_size."""
-    try:
-        hub = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-        expected = {"num_key_value_heads": hub["num_attention_heads"], "rms_norm_eps": 1e-6, "hidden_act": "silu",
-                    "tie_word_embeddings": False}
-        if differing := [f"{k} is {hub[k]}, not {v}" for k, v in expected.items() if hub[k] != v]:
-            raise ValueError("; ".join(differing))
-        return Config(**OURO | {ours: hub[theirs] for ours, theirs in OURO_FIELDS.items()})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{directory}/config.json does not describe a model of Ouro's form ({type(error).__name__}: "
-                        f"{error})") from None
-
-
-def ouro_tensors(model):
-    """{name in Ouro's files: this model's tensor, or its rows of a fused one}: views, to be read and written through."""
-    tensors = {"model.embed_tokens.weight": model.wte.weight, "model.norm.weight": model.norm.gain,
-               "model.early_exit_gate.weight": model.gate.weight, "model.early_exit_gate.bias": model.gate.bias,
-               "lm_head.weight": model.head.weight}
-    for i, block in enumerate(model.blocks):
-        q, k, v = block.attn.qkv.weight.chunk(3)
-        gate, up = block.mlp.up.weight.chunk(2)
-        layer = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v,
-                 "self_attn.o_proj": block.attn.out.weight, "mlp.gate_proj": gate, "mlp.up_proj": up,
-                 "mlp.down_proj": block.mlp.down.weight,
-                 "input_layernorm": block.norm1.gain, "input_layernorm_2": block.norm2.gain,
-                 "post_attention_layernorm": block.norm3.gain, "post_attention_layernorm_2": block.norm4.gain}
-        tensors |= {f"model.layers.{i}.{name}.weight": tensor for name, tensor in layer.items()}
-    return tensors
-
-
-@torch.no_grad()
-def load_ouro(model, directory):
-    """Copy a Hugging Face directory's weights, of any float dtype, into the model. UserError names the tensors that are
-    missing, extra or of another shape."""
-    safetensors, directory = train.optional("safetensors"), Path(directory)
-    there, c = asdict(ouro_config(directory)), model.config
-    differing = [k for k in OURO if k not in ("block_size", "num_loops") and there[k] != getattr(c, k)]
-    if differing:
-        raise UserError(f"{directory} has another architecture than this run: to --preset=ouro-1.4b add "
-                        f"{' '.join(f'--{k}={there[k]}' for k in differing)}")
-    left, wrong, shard = ouro_tensors(model), [], "model.safetensors.index.json"
-    try:
-        shards = {"model.safetensors"}
-        if (directory / shard).exists():
-            shards = set(json.loads((directory / shard).read_text(encoding="utf-8"))["weight_map"].values())
-        for shard in sorted(shards):
-            with safetensors.safe_open(directory / shard, "pt") as f:
-                for name in f.keys():
-                    tensor, ours = f.get_tensor(name), left.pop(name, None)
-                    if ours is None:
-                        wrong.append(f"{name} is extra")
-                    elif tensor.shape != ours.shape:
-                        wrong.append(f"{name} is {[*tensor.shape]} {str(tensor.dtype)[6:]}, not {[*ours.shape]}")
-                    else:
-                        ours.copy_(tensor)
-    except FileNotFoundError:
-        raise UserError(f"{directory} lacks its weights: there is no {shard}") from None
-    except (safetensors.SafetensorError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{directory / shard} is damaged: {type(error).__name__}, {' '.join(str(error).split())}") from None
-    wrong += [f"{name} is missing" for name in left]
-    if wrong:
-        raise UserError(f"{directory}: {len(wrong)} tensors do not fit; {'; '.join(wrong[:4])}{' ..' * (len(wrong) > 4)}")
-
-
-def export_ouro(model, tokenizer, directory):
-    """Write the model as load_ouro reads it, in the dtype of its config.json, with the files that the weights came with."""
-    safetensors, directory = train.optional("safetensors.torch"), Path(directory)
-    if tokenizer.spec["name"] != "hub":
-        raise UserError("--export: only a model that was fine-tuned from Ouro's files can go back to them")
-    if directory.exists() and any(directory.iterdir()):
-        raise UserError(f"--export={directory} is not empty: choose another directory")
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, text in tokenizer.spec["files"].items():
-        (directory / name).write_bytes(text.encode())
-    hub = json.loads(tokenizer.spec["files"]["config.json"])
-    dtype = getattr(torch, hub.get("dtype") or hub.get("torch_dtype") or "float32")
-    tensors = {name: tensor.detach().to("cpu", dtype, copy=True) for name, tensor in ouro_tensors(model).items()}
-    path = directory / "model.safetensors"
-    with train.whole_file(path) as f:
-        f.write(safetensors.save(tensors, metadata={"format": "pt"}))
-    print(f"{len(tensors)} tensors in {str(dtype)[6:]} written to {path}")
-
-
-def load(path):
-    """(model, options, tokenizer) of a run, or of a Hugging Face directory of Ouro's layout."""
-    if not (Path(path) / "tokenizer.json").exists():
-        return train.load_model(path, "stars", LoopedTransformer)
-    model, tokenizer = LoopedTransformer(ouro_config(path)), train.HubTokenizer.read(path)
-    load_ouro(model, path)
-    return model.to(train.pick_device("auto")).eval(), train.Options(tokenizer="hub"), tokenizer
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Jacobian-vector products, and the instruments. A state is (B, T, D); each row has its own Jacobian, (N, N), N = T D.
 
@@ -679,41 +564,6 @@ def diagnose(path, model, options, loops, sums):
     print(f"\ndrawn in {train.run_directory(path) / 'diagnostics.png'}")
 
 
-def diagnose_answers(model, options, tokenizer, loops):
-    """Print, on a fine-tuned run's held-out rows, at each loop count: CE of the solutions, the share of their tokens that
-    greedy decoding gets right given those before, how far a loop moves the state, and the one-step gain ||J v||."""
-    _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
-    print("loops t       CE   right tokens   ||h^(t+1) - h^(t)|| / ||h^(t)||   mean ||h^(t)||   one-step ||J v||")
-    table, device = torch.zeros(len(loops), 5), model.wte.weight.device.type
-    for idx, targets in batches:
-        given, generator = targets >= 0, torch.Generator(idx.device).manual_seed(0)
-        with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            for t, h in enumerate(trajectory(model, idx, max(loops))):
-                if t in loops:
-                    logits = F.linear(model.normed(h)[given], model.readout_weight).float()
-                    after, Jv = product(model.step, h, random_directions(h, generator), "jvp")
-                    table[loops.index(t)] += torch.stack([
-                        F.cross_entropy(logits, targets[given]), (logits.argmax(-1) == targets[given]).float().mean(),
-                        (after - h).flatten(1).norm(dim=1).div(h.flatten(1).norm(dim=1)).mean(), h.norm(dim=-1).mean(),
-                        Jv.flatten(1).norm(dim=1).mean()]).cpu() / len(batches)
-    for t, row in zip(loops, table.tolist()):
-        print("{:7d}   {:6.4f}   {:12.2%}   {:31.2e}   {:14.2f}   {:16.4f}".format(t, *row))
-
-
-def evaluate(path, model, tokenizer, evaluation, loops):
-    """The tasks of lm-evaluation-harness at each loop count, with KV caches of loops x layers slots."""
-    device = model.wte.weight.device
-
-    def at(t):
-        readout = lambda h: F.linear(h, model.readout_weight)
-        return (lambda idx, n: readout(model.final(idx.to(device), t)[:, n - 1:]),
-                lambda *arguments: train.decode(lambda *x: model.final(x[0], t, *x[1:]), readout,
-                                                lambda B, S: model.new_cache(B, S, t), *arguments))
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        train.evaluate(path, evaluation, tokenizer, model.config.block_size,
-                       {f"loops={t}": at(t) for t in loops or [model.config.num_loops]})
-
-
 def ask(model, tokenizer, question, loops):
     """Answer one sum at each loop count."""
     d = model.config.digits
@@ -802,6 +652,157 @@ SWEEPS = {
         "adamw-paper": dict(optimizer="adamw", lr=1e-4, warmup_steps=2000, schedule="cosine", max_steps=10_000),
     }, race),
 }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ouro-1.4B: its files as Hugging Face lays them out (config.json, safetensors in one file or in shards with an index,
+# tokenizer), what fine-tuning it takes, and how it is judged.
+
+OURO_FIELDS = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+               "n_embd": "hidden_size", "mlp_width": "intermediate_size", "rope_theta": "rope_theta",
+               "num_loops": "total_ut_steps"}
+
+
+def ouro_config(directory):
+    """The Config of a Hugging Face directory of Ouro's layout; the context stays at the preset's block_size."""
+    try:
+        hub = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+        expected = {"num_key_value_heads": hub["num_attention_heads"], "rms_norm_eps": 1e-6, "hidden_act": "silu",
+                    "tie_word_embeddings": False}
+        if differing := [f"{k} is {hub[k]}, not {v}" for k, v in expected.items() if hub[k] != v]:
+            raise ValueError("; ".join(differing))
+        return Config(**OURO | {ours: hub[theirs] for ours, theirs in OURO_FIELDS.items()})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{directory}/config.json does not describe a model of Ouro's form ({type(error).__name__}: "
+                        f"{error})") from None
+
+
+def ouro_tensors(model):
+    """{name in Ouro's files: this model's tensor, or its rows of a fused one}: views, to be read and written through."""
+    tensors = {"model.embed_tokens.weight": model.wte.weight, "model.norm.weight": model.norm.gain,
+               "model.early_exit_gate.weight": model.gate.weight, "model.early_exit_gate.bias": model.gate.bias,
+               "lm_head.weight": model.head.weight}
+    for i, block in enumerate(model.blocks):
+        q, k, v = block.attn.qkv.weight.chunk(3)
+        gate, up = block.mlp.up.weight.chunk(2)
+        layer = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v,
+                 "self_attn.o_proj": block.attn.out.weight, "mlp.gate_proj": gate, "mlp.up_proj": up,
+                 "mlp.down_proj": block.mlp.down.weight,
+                 "input_layernorm": block.norm1.gain, "input_layernorm_2": block.norm2.gain,
+                 "post_attention_layernorm": block.norm3.gain, "post_attention_layernorm_2": block.norm4.gain}
+        tensors |= {f"model.layers.{i}.{name}.weight": tensor for name, tensor in layer.items()}
+    return tensors
+
+
+@torch.no_grad()
+def load_ouro(model, directory):
+    """Copy a Hugging Face directory's weights, of any float dtype, into the model. UserError names the tensors that are
+    missing, extra or of another shape."""
+    safetensors, directory = train.optional("safetensors"), Path(directory)
+    there, c = asdict(ouro_config(directory)), model.config
+    differing = [k for k in OURO if k not in ("block_size", "num_loops") and there[k] != getattr(c, k)]
+    if differing:
+        raise UserError(f"{directory} has another architecture than this run: to --preset=ouro-1.4b add "
+                        f"{' '.join(f'--{k}={there[k]}' for k in differing)}")
+    left, wrong, shard = ouro_tensors(model), [], "model.safetensors.index.json"
+    try:
+        shards = {"model.safetensors"}
+        if (directory / shard).exists():
+            shards = set(json.loads((directory / shard).read_text(encoding="utf-8"))["weight_map"].values())
+        for shard in sorted(shards):
+            with safetensors.safe_open(directory / shard, "pt") as f:
+                for name in f.keys():
+                    tensor, ours = f.get_tensor(name), left.pop(name, None)
+                    if ours is None:
+                        wrong.append(f"{name} is extra")
+                    elif tensor.shape != ours.shape:
+                        wrong.append(f"{name} is {[*tensor.shape]} {str(tensor.dtype)[6:]}, not {[*ours.shape]}")
+                    else:
+                        ours.copy_(tensor)
+    except FileNotFoundError:
+        raise UserError(f"{directory} lacks its weights: there is no {shard}") from None
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{directory / shard} is damaged: {type(error).__name__}, {' '.join(str(error).split())}") from None
+    wrong += [f"{name} is missing" for name in left]
+    if wrong:
+        raise UserError(f"{directory}: {len(wrong)} tensors do not fit; {'; '.join(wrong[:4])}{' ..' * (len(wrong) > 4)}")
+
+
+def export_ouro(model, tokenizer, directory):
+    """Write the model as load_ouro reads it, in the dtype of its config.json, with the files that the weights came with."""
+    safetensors, directory = train.optional("safetensors.torch"), Path(directory)
+    if tokenizer.spec["name"] != "hub":
+        raise UserError("--export: only a model that was fine-tuned from Ouro's files can go back to them")
+    if directory.exists() and any(directory.iterdir()):
+        raise UserError(f"--export={directory} is not empty: choose another directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in tokenizer.spec["files"].items():
+        (directory / name).write_bytes(text.encode())
+    hub = json.loads(tokenizer.spec["files"]["config.json"])
+    dtype = getattr(torch, hub.get("dtype") or hub.get("torch_dtype") or "float32")
+    tensors = {name: tensor.detach().to("cpu", dtype, copy=True) for name, tensor in ouro_tensors(model).items()}
+    path = directory / "model.safetensors"
+    with train.whole_file(path) as f:
+        f.write(safetensors.save(tensors, metadata={"format": "pt"}))
+    print(f"{len(tensors)} tensors in {str(dtype)[6:]} written to {path}")
+
+
+def load(path):
+    """(model, options, tokenizer) of a run, or of a Hugging Face directory of Ouro's layout."""
+    if not (Path(path) / "tokenizer.json").exists():
+        return train.load_model(path, "stars", LoopedTransformer)
+    model, tokenizer = LoopedTransformer(ouro_config(path)), train.HubTokenizer.read(path)
+    load_ouro(model, path)
+    return model.to(train.pick_device("auto")).eval(), train.Options(tokenizer="hub"), tokenizer
+
+
+def training_memory(config, rows):
+    """{part: bytes} of a training step with checkpointing on `rows` full windows, with AdamW, in bfloat16: an estimate
+    at max_loops, and the total."""
+    c, tokens = config, rows * config.block_size
+    with torch.device("meta"):
+        P = sum(p.numel() for p in LoopedTransformer(c).parameters())
+    parts = {"weights, gradients and AdamW's moments": 16 * P, "bfloat16 weights": 2 * P,
+             "layer inputs": 4 * tokens * c.n_embd * c.n_layer * (c.max_loops + 1),
+             "one layer": tokens * (90 * c.n_embd + 16 * c.mlp_width),
+             "J v of one layer": 48 * math.ceil(rows * c.jsrr_rows) * c.n_head * c.block_size ** 2 * (c.jsrr_lambda > 0),
+             "logits": 12 * min(train.CHUNK["cuda"], tokens * c.vocab_size)}
+    return parts | {"together": sum(parts.values())}
+
+
+def diagnose_answers(model, options, tokenizer, loops):
+    """Print, on a fine-tuned run's held-out rows, at each loop count: CE of the solutions, the share of their tokens that
+    greedy decoding gets right given those before, how far a loop moves the state, and the one-step gain ||J v||."""
+    _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
+    print("loops t       CE   right tokens   ||h^(t+1) - h^(t)|| / ||h^(t)||   mean ||h^(t)||   one-step ||J v||")
+    table, device = torch.zeros(len(loops), 5), model.wte.weight.device.type
+    for idx, targets in batches:
+        given, generator = targets >= 0, torch.Generator(idx.device).manual_seed(0)
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            for t, h in enumerate(trajectory(model, idx, max(loops))):
+                if t in loops:
+                    logits = F.linear(model.normed(h)[given], model.readout_weight).float()
+                    after, Jv = product(model.step, h, random_directions(h, generator), "jvp")
+                    table[loops.index(t)] += torch.stack([
+                        F.cross_entropy(logits, targets[given]), (logits.argmax(-1) == targets[given]).float().mean(),
+                        (after - h).flatten(1).norm(dim=1).div(h.flatten(1).norm(dim=1)).mean(), h.norm(dim=-1).mean(),
+                        Jv.flatten(1).norm(dim=1).mean()]).cpu() / len(batches)
+    for t, row in zip(loops, table.tolist()):
+        print("{:7d}   {:6.4f}   {:12.2%}   {:31.2e}   {:14.2f}   {:16.4f}".format(t, *row))
+
+
+def evaluate(path, model, tokenizer, evaluation, loops):
+    """The tasks of lm-evaluation-harness at each loop count, with KV caches of loops x layers slots."""
+    device = model.wte.weight.device
+
+    def at(t):
+        readout = lambda h: F.linear(h, model.readout_weight)
+        return (lambda idx, n: readout(model.final(idx.to(device), t)[:, n - 1:]),
+                lambda *arguments: train.decode(lambda *x: model.final(x[0], t, *x[1:]), readout,
+                                                lambda B, S: model.new_cache(B, S, t), *arguments))
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        train.evaluate(path, evaluation, tokenizer, model.config.block_size,
+                       {f"loops={t}": at(t) for t in loops or [model.config.num_loops]})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
