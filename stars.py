@@ -8,9 +8,8 @@ penalises ||J v||^2 for a random unit v at the state of the sampled loop: loss =
 
     python train.py stars                                            # 4-digit addition with STARS
     python train.py stars --preset=baseline                          # the same model without: rises, peaks, collapses
-    python train.py stars --sweep=normalization                      # 4 placements x 3 types
-    python train.py stars --sweep=ablation                           # loops and remedies
-    python train.py stars --sweep=optimizer                          # the default against AdamW at the paper's settings
+    python train.py stars --sweep=normalization                      # 4 placements x 3 types of norm
+    python train.py stars --sweep=ablation                           # what random loops and JSRR each do; other remedies
     python stars.py out/stars-addition                               # accuracy against loops, convergence, spectra
     python stars.py out/stars-addition --ask=1750+4733 --loops=1,2,4,8,64
     python train.py stars --preset=ouro-1.4b --init_from=DIRECTORY   # fine-tune Ouro-1.4B, one 80 GB GPU
@@ -23,7 +22,7 @@ singular value, which is at least rho. Where J is far from normal all three diff
 Letters: B batch, T tokens, D width, h^(t) the (B, T, D) state after loop t, N = T D, J the (N, N) Jacobian of one loop.
 """
 import copy, itertools, json, math, re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -69,7 +68,7 @@ class Config:
     jsrr_gate: float = 6.0  # lambda is multiplied by exp(-gate CE): a loop that contracts too soon learns late; 0: not
     jsrr_mode: Literal["vjp", "jvp"] = "vjp"  # J^T v in reverse mode, cheaper here, or J v in forward mode
     jsrr_steps: int = 1  # power-iteration steps on v; only the last has a gradient
-    jsrr_rows: float = 0.25  # share of the batch at which J is taken
+    jsrr_rows: float = 0.25  # share of the batch's rows at which J is taken, one row at least
     jsrr_detach: bool = False  # no gradient of JSRR through the state; costs one more loop of those rows
     checkpointing: bool = False  # keep only each layer's input for the backward pass and run the layer again there
     init_from: str = ""  # a Hugging Face directory of Ouro's layout to start from: weights, tokenizer, chat template
@@ -78,12 +77,9 @@ class Config:
         check_at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "mlp_width", "num_loops",
                        "min_loops", "jsrr_steps", "rope_theta")
         check_at_least(self, 0, "n_prelude", "n_coda", "residual_scale", "loop_sigma", "l2_penalty", "jsrr_gate")
-        check_at_least(self, 0, "jsrr_lambda", "dropout", most=1)
+        check_at_least(self, 0, "jsrr_lambda", "jsrr_rows", "dropout", most=1)
         check_at_least(self, 2, "digits", most=8)
-        if not self.max_loops >= self.min_loops:
-            raise UserError(f"--max_loops={self.max_loops} is below --min_loops={self.min_loops}")
-        if not 0 < self.jsrr_rows <= 1:
-            raise UserError(f"--jsrr_rows={self.jsrr_rows}: expected a share of the batch, above 0 and at most 1")
+        check_at_least(self, self.min_loops, "max_loops")
         if self.n_embd % self.n_head:
             raise UserError(f"--n_embd={self.n_embd} is not divisible by --n_head={self.n_head}")
         if self.positions == "rope" and self.n_embd // self.n_head % 2:
@@ -139,8 +135,8 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal, in elementary operations: the fused kernels have neither second derivatives nor forward mode. Windows of
-    more than 64 tokens use a fused kernel, T x T weights being large, except in `product`, which has PyTorch split it."""
+    """Causal, in elementary operations: the fused kernels have neither second derivatives nor forward mode. Above 64
+    tokens, where T x T weights are large, it is a fused kernel after all, and `product` has PyTorch take that apart."""
 
     def __init__(self, config):
         super().__init__()
@@ -193,31 +189,27 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each with its norm where the placement puts it (the paper's normalisation study)."""
+    """Attention, then MLP: each an f, with norms N where the placement has them (the paper's normalisation study).
+
+    internal, the state grows:     pre  a x + f(N(x))     pre_sandwich   a x + N(f(N(x)))
+    external, the state is bound:  post  N(a x + f(x))    post_sandwich  N(a x + f(N(x)))
+    """
 
     def __init__(self, config):
         super().__init__()
-        self.placement, self.alpha = config.placement, config.residual_scale
+        self.external, self.a = config.placement.startswith("post"), config.residual_scale
         self.attn, self.mlp = Attention(config), MLP(config)
-        self.norm1, self.norm3 = (Norm(config) if self.placement != "post" else None for _ in range(2))  # on inputs
-        self.norm2, self.norm4 = (Norm(config) if self.placement != "pre" else None for _ in range(2))  # on outputs
+        self.norm1, self.norm3 = (nn.Identity() if config.placement == "post" else Norm(config) for _ in range(2))
+        self.norm2, self.norm4 = (nn.Identity() if config.placement == "pre" else Norm(config) for _ in range(2))
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, cache=None, start=0):
-        x = self.sublayer(x, lambda y: self.dropout(self.attn(y, rope, cache, start)), self.norm1, self.norm2)
-        return self.sublayer(x, lambda y: self.dropout(self.mlp(y)), self.norm3, self.norm4)
+        x = self.add(x, self.attn(self.norm1(x), rope, cache, start), self.norm2)
+        return self.add(x, self.mlp(self.norm3(x)), self.norm4)
 
-    def sublayer(self, x, f, norm_in, norm_out):
-        residual = x if self.alpha == 1 else self.alpha * x
-        match self.placement:
-            case "pre":
-                return residual + f(norm_in(x))
-            case "post":
-                return norm_out(residual + f(x))
-            case "pre_sandwich":
-                return residual + norm_out(f(norm_in(x)))
-            case "post_sandwich":
-                return norm_out(residual + f(norm_in(x)))
+    def add(self, x, y, norm):
+        x, y = x if self.a == 1 else self.a * x, self.dropout(y)
+        return norm(x + y) if self.external else x + norm(y)
 
 
 NO_CACHE = itertools.repeat(None)  # where layers have no slots to keep keys and values in
@@ -409,9 +401,9 @@ def train_model(run):
         run.update()
     if c.checkpointing:
         run.say(f"measured at the peak: {train.peak_memory(run.device) / 1e9:.2f} GB")
-    for last in [row for row in run.rows if "val_exact" in row][-1:]:
-        run.say(f"{last['val_exact']:.2%} of the held-out answers exactly right at {run.config.num_loops} loops: see "
-                f"{run.out}/curves.png, then run\npython stars.py {run.out}")
+    last = [row for row in run.rows if "val_exact" in row][-1]
+    run.say(f"{last['val_exact']:.2%} of the held-out answers exactly right at {c.num_loops} loops: see "
+            f"{run.out}/curves.png, then run\npython stars.py {run.out}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -501,12 +493,11 @@ def convergence(model, idx, num_loops):
     return torch.stack(rows).cpu()
 
 
-def exact_match(model, idx, targets, num_loops, rows=250):
+def exact_match(model, idx, targets, num_loops):
     """Share of the sums whose whole answer greedy decoding gets right, end mark included. idx, targets: (B, T)."""
     start, right = int((targets[0] >= 0).int().argmax()) + 1, 0
-    for i in range(0, len(idx), rows):
-        new = model.generate(idx[i:i + rows, :start], idx.shape[1] + 1 - start, num_loops)
-        wanted = targets[i:i + rows]
+    for rows, wanted in zip(idx.split(250), targets.split(250)):  # a cache of 256 loops x 250 rows is a GB
+        new = model.generate(rows[:, :start], idx.shape[1] + 1 - start, num_loops)
         right += ((new[:, 1:] == wanted) | (wanted < 0)).all(1).sum().item()
     return right / len(idx)
 
@@ -517,9 +508,9 @@ def held_out_sums(model, options, n):
     return [t.to(model.wte.weight.device) for t in data.encode(*data.operands("val", 0, n))]
 
 
-def diagnose(path, model, options, loops, sums):
+def diagnose(path, model, options, loops):
     """Print accuracy and convergence against loops, then the spectrum, of a trained run; draw RUN/diagnostics.png."""
-    c, (idx, targets) = model.config, held_out_sums(model, options, sums)
+    c, (idx, targets) = model.config, held_out_sums(model, options, 2000)
     print(f"{path}: {c.placement} {c.norm}, {c.loop_sampling} loops, lambda {c.jsrr_lambda}; {len(idx)} held-out sums")
     dynamics = convergence(model, idx[:250], max(loops) + 1)
     accuracy = [exact_match(model, idx, targets, t) for t in loops]
@@ -533,7 +524,7 @@ def diagnose(path, model, options, loops, sums):
           "at loop t   one-step ||J v||   ||J||_F / sqrt(N)   sigma_max   rho (power)   rho (Arnoldi)   largest rho")
     for t, h in enumerate(trajectory(model, idx, settle)):
         if t in (c.num_loops, settle):
-            h, g = h.detach(), torch.Generator().manual_seed(0)
+            g = torch.Generator().manual_seed(0)
             rho = spectral_radius_arnoldi(model, h, generator=g)
             print("{:9d}   {:16.4f}   {:17.4f}   {:9.3f}   {:11.4f}   {:13.4f}   {:11.4f}".format(
                 t, power_iteration(model, h, 1, "jvp", g).mean(), jacobian_gain(model, h, generator=g).mean(),
@@ -553,10 +544,10 @@ def diagnose(path, model, options, loops, sums):
     axes[1].set(xlabel="loop t", xscale="symlog", yscale="log", title="Step and norm against loops")
     axes[1].legend()
     answer = targets[0].cpu() >= 0  # the state at the answer's tokens, as one vector per loop and sum
-    path_of = torch.stack([h[:, answer].flatten(1) for h in trajectory(model, idx, min(settle, 64))]).detach()
-    centred = path_of - path_of.mean((0, 1))
-    flat = centred.flatten(0, 1) @ torch.linalg.svd(centred.flatten(0, 1), full_matrices=False)[2][:2].T
-    for line in flat.unflatten(0, path_of.shape[:2]).transpose(0, 1):
+    states = torch.stack([h[:, answer].flatten(1) for h in trajectory(model, idx, min(settle, 64))])
+    states -= states.mean((0, 1))
+    components = torch.linalg.svd(states.flatten(0, 1), full_matrices=False)[2][:2]
+    for line in (states @ components.T).transpose(0, 1):
         axes[2].plot(*line.T, ".-", alpha=0.7)
         axes[2].plot(*line[-1], "k*")
     axes[2].set(xlabel="PC 1", ylabel="PC 2", title=f"Trajectories of {len(idx)} sums, * at the end")
@@ -698,34 +689,30 @@ def ouro_tensors(model):
 def load_ouro(model, directory):
     """Copy a Hugging Face directory's weights, of any float dtype, into the model. UserError names the tensors that are
     missing, extra or of another shape."""
-    safetensors, directory = train.optional("safetensors"), Path(directory)
-    there, c = asdict(ouro_config(directory)), model.config
-    differing = [k for k in OURO if k not in ("block_size", "num_loops") and there[k] != getattr(c, k)]
+    safetensors, directory = train.optional("safetensors.torch"), Path(directory)
+    there, here = vars(ouro_config(directory)), vars(model.config)
+    differing = [k for k in OURO if k not in ("block_size", "num_loops") and there[k] != here[k]]
     if differing:
         raise UserError(f"{directory} has another architecture than this run: to --preset=ouro-1.4b add "
                         f"{' '.join(f'--{k}={there[k]}' for k in differing)}")
-    left, wrong, shard = ouro_tensors(model), [], "model.safetensors.index.json"
+    weights, file = {}, "model.safetensors.index.json"
     try:
-        shards = {"model.safetensors"}
-        if (directory / shard).exists():
-            shards = set(json.loads((directory / shard).read_text(encoding="utf-8"))["weight_map"].values())
-        for shard in sorted(shards):
-            with safetensors.safe_open(directory / shard, "pt") as f:
-                for name in f.keys():
-                    tensor, ours = f.get_tensor(name), left.pop(name, None)
-                    if ours is None:
-                        wrong.append(f"{name} is extra")
-                    elif tensor.shape != ours.shape:
-                        wrong.append(f"{name} is {[*tensor.shape]} {str(tensor.dtype)[6:]}, not {[*ours.shape]}")
-                    else:
-                        ours.copy_(tensor)
-    except FileNotFoundError:
-        raise UserError(f"{directory} lacks its weights: there is no {shard}") from None
-    except (safetensors.SafetensorError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{directory / shard} is damaged: {type(error).__name__}, {' '.join(str(error).split())}") from None
-    wrong += [f"{name} is missing" for name in left]
+        files = {"model.safetensors"}
+        if (directory / file).exists():
+            files = set(json.loads((directory / file).read_text(encoding="utf-8"))["weight_map"].values())
+        for file in sorted(files):
+            weights |= safetensors.load_file(directory / file)
+    except Exception as error:  # of the disk, of JSON or of safetensors: absent, truncated, of another kind
+        raise UserError(f"{directory / file} cannot be read: {type(error).__name__}, "
+                        f"{' '.join(str(error).split())}") from None
+    ours = ouro_tensors(model)
+    wrong = [f"{name} is {'extra' if name in weights else 'missing'}" for name in sorted(ours.keys() ^ weights.keys())]
+    wrong += [f"{name} is {[*weights[name].shape]}, not {[*tensor.shape]}" for name, tensor in ours.items()
+              if name in weights and weights[name].shape != tensor.shape]
     if wrong:
         raise UserError(f"{directory}: {len(wrong)} tensors do not fit; {'; '.join(wrong[:4])}{' ..' * (len(wrong) > 4)}")
+    for name, tensor in ours.items():
+        tensor.copy_(weights[name])
 
 
 def export_ouro(model, tokenizer, directory):
@@ -796,10 +783,11 @@ def evaluate(path, model, tokenizer, evaluation, loops):
     device = model.wte.weight.device
 
     def at(t):
+        states = lambda idx, cache=None, start=0: model.final(idx, t, cache, start)
         readout = lambda h: F.linear(h, model.readout_weight)
-        return (lambda idx, n: readout(model.final(idx.to(device), t)[:, n - 1:]),
-                lambda *arguments: train.decode(lambda *x: model.final(x[0], t, *x[1:]), readout,
-                                                lambda B, S: model.new_cache(B, S, t), *arguments))
+        new_cache = lambda B, S: model.new_cache(B, S, t)
+        return (lambda idx, n: readout(states(idx.to(device))[:, n - 1:]),
+                lambda *arguments: train.decode(states, readout, new_cache, *arguments))
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         train.evaluate(path, evaluation, tokenizer, model.config.block_size,
                        {f"loops={t}": at(t) for t in loops or [model.config.num_loops]})
@@ -812,10 +800,6 @@ class Arguments:
     ask: str = ""  # a sum to answer, as 1750+4733; without it, the diagnostics are printed
     export: str = ""  # a directory to write a fine-tuned Ouro to, in its Hugging Face layout
     loops: str = None  # loop counts, separated by commas; by default 1 to 256, with --eval the trained number
-    sums: int = 2000  # held-out sums for the accuracy
-
-    def __post_init__(self):
-        check_at_least(self, 1, "sums")
 
 
 def main(argv):
@@ -835,7 +819,7 @@ def main(argv):
         raise UserError(f"{path} is a Hugging Face directory, not a run with held-out rows: add --eval=TASK")
     if not sums:
         return diagnose_answers(model, options, tokenizer, loops or [1, 2, 3, 4, 6, 8, 12, 16])
-    diagnose(path, model, options, loops or LOOPS, arguments.sums)
+    diagnose(path, model, options, loops or LOOPS)
 
 
 if __name__ == "__main__":
