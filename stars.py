@@ -212,7 +212,7 @@ class Block(nn.Module):
         return norm(x + y) if self.external else x + norm(y)
 
 
-NO_CACHE = itertools.repeat(None)  # where layers have no slots to keep keys and values in
+NO_CACHE = itertools.repeat(None)  # in the place of iter(cache), which hands each layer its slot as the layers run
 
 
 class LoopedTransformer(nn.Module):
@@ -234,7 +234,6 @@ class LoopedTransformer(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def run_blocks(self, h, first, n, slots, start):
-        """`slots` yields the part of the cache for each layer in the order in which they run."""
         rope = None if self.rope is None else self.rope[:, start:start + h.shape[1]]
         for block, slot in zip(self.blocks[first:first + n], slots):
             h = checkpoint(block, h, rope, use_reentrant=False) if self.checkpoints() else block(h, rope, slot, start)
@@ -308,12 +307,12 @@ class LoopedTransformer(nn.Module):
         and 1.49x at all of them, jvp 1.21x and 1.69x.
         """
         c = self.config
-        at = h[:max(1, round(c.jsrr_rows * len(h)))]
-        fixed, v = at.detach(), random_directions(at)
+        at = h[:max(1, round(c.jsrr_rows * len(h)))]  # where J is taken
+        v = random_directions(at)
         with torch.compiler.set_stance("force_eager"):
             for _ in range(c.jsrr_steps - 1):
-                v = normalize(self.step_and_product(fixed, v)[1].detach())
-            after, Jv = self.step_and_product(fixed if c.jsrr_detach else at, v)
+                v = normalize(self.step_and_product(at.detach(), v)[1].detach())
+            after, Jv = self.step_and_product(at.detach() if c.jsrr_detach else at, v)
         if c.jsrr_detach:
             after = self.step(h)
         elif len(at) < len(h):
@@ -350,10 +349,11 @@ class LoopedTransformer(nn.Module):
 
     def new_cache(self, B, S, num_loops):
         """Keys and values of S tokens: a slot per prelude layer, per (loop, layer), and per coda layer."""
-        c, like = self.config, self.wte.weight
-        slots, autocast = c.n_prelude + num_loops * c.n_layer + c.n_coda, torch.is_autocast_enabled(like.device.type)
-        return torch.empty(slots, 2, B, c.n_head, S, c.n_embd // c.n_head, device=like.device,
-                           dtype=torch.get_autocast_dtype(like.device.type) if autocast else like.dtype)
+        c, device, dtype = self.config, self.wte.weight.device, self.wte.weight.dtype
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        slots = c.n_prelude + num_loops * c.n_layer + c.n_coda
+        return torch.empty(slots, 2, B, c.n_head, S, c.n_embd // c.n_head, device=device, dtype=dtype)
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, num_loops=None, use_cache=True):
@@ -386,9 +386,10 @@ def sample_loops(config, n=1, generator=None):
 # Training. train.py's Run does the rest: devices, data, optimiser, schedule, evaluation, log, checkpoints.
 
 def train_model(run):
-    c, rows = run.config, run.options.batch_size // run.world
+    c = run.config
     if c.checkpointing:
-        run.say("estimated memory: " + ", ".join(f"{name} {n / 1e9:.2f} GB" for name, n in training_memory(c, rows).items()))
+        parts = training_memory(c, run.options.batch_size // run.world)
+        run.say("estimated memory: " + ", ".join(f"{part} {n / 1e9:.2f} GB" for part, n in parts.items()))
     model = LoopedTransformer(c)
     if c.init_from:
         load_ouro(model, c.init_from)
@@ -649,11 +650,6 @@ SWEEPS = {
 # Ouro-1.4B: its files as Hugging Face lays them out (config.json, safetensors in one file or in shards with an index,
 # tokenizer), what fine-tuning it takes, and how it is judged.
 
-OURO_FIELDS = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
-               "n_embd": "hidden_size", "mlp_width": "intermediate_size", "rope_theta": "rope_theta",
-               "num_loops": "total_ut_steps"}
-
-
 def ouro_config(directory):
     """The Config of a Hugging Face directory of Ouro's layout; the context stays at the preset's block_size."""
     try:
@@ -662,7 +658,10 @@ def ouro_config(directory):
                     "tie_word_embeddings": False}
         if differing := [f"{k} is {hub[k]}, not {v}" for k, v in expected.items() if hub[k] != v]:
             raise ValueError("; ".join(differing))
-        return Config(**OURO | {ours: hub[theirs] for ours, theirs in OURO_FIELDS.items()})
+        return Config(**OURO | dict(
+            vocab_size=hub["vocab_size"], n_layer=hub["num_hidden_layers"], n_head=hub["num_attention_heads"],
+            n_embd=hub["hidden_size"], mlp_width=hub["intermediate_size"], rope_theta=hub["rope_theta"],
+            num_loops=hub["total_ut_steps"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{directory}/config.json does not describe a model of Ouro's form ({type(error).__name__}: "
                         f"{error})") from None
@@ -759,23 +758,24 @@ def training_memory(config, rows):
 
 def diagnose_answers(model, options, tokenizer, loops):
     """Print, on a fine-tuned run's held-out rows, at each loop count: CE of the solutions, the share of their tokens that
-    greedy decoding gets right given those before, how far a loop moves the state, and the one-step gain ||J v||."""
+    greedy decoding gets right given those before, how far one more loop moves the state, and the one-step gain ||J v||."""
     _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
-    print("loops t       CE   right tokens   ||h^(t+1) - h^(t)|| / ||h^(t)||   mean ||h^(t)||   one-step ||J v||")
-    table, device = torch.zeros(len(loops), 5), model.wte.weight.device.type
+    print("loops t       CE   right tokens   ||h^(t+1) - h^(t)|| / ||h^(t)||   one-step ||J v||")
+    table, device = torch.zeros(len(loops), 4), model.wte.weight.device.type
     for idx, targets in batches:
         given, generator = targets >= 0, torch.Generator(idx.device).manual_seed(0)
         with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             for t, h in enumerate(trajectory(model, idx, max(loops))):
                 if t in loops:
                     logits = F.linear(model.normed(h)[given], model.readout_weight).float()
+                    ce, right = F.cross_entropy(logits, targets[given]), logits.argmax(-1) == targets[given]
                     after, Jv = product(model.step, h, random_directions(h, generator), "jvp")
-                    table[loops.index(t)] += torch.stack([
-                        F.cross_entropy(logits, targets[given]), (logits.argmax(-1) == targets[given]).float().mean(),
-                        (after - h).flatten(1).norm(dim=1).div(h.flatten(1).norm(dim=1)).mean(), h.norm(dim=-1).mean(),
-                        Jv.flatten(1).norm(dim=1).mean()]).cpu() / len(batches)
+                    change = (after - h).flatten(1).norm(dim=1) / h.flatten(1).norm(dim=1)
+                    gain = Jv.flatten(1).norm(dim=1)
+                    values = torch.stack([ce, right.float().mean(), change.mean(), gain.mean()])
+                    table[loops.index(t)] += values.cpu() / len(batches)
     for t, row in zip(loops, table.tolist()):
-        print("{:7d}   {:6.4f}   {:12.2%}   {:31.2e}   {:14.2f}   {:16.4f}".format(t, *row))
+        print("{:7d}   {:6.4f}   {:12.2%}   {:31.2e}   {:16.4f}".format(t, *row))
 
 
 def evaluate(path, model, tokenizer, evaluation, loops):
