@@ -50,7 +50,7 @@ class Config:
     activation: Literal["gelu", "swiglu"] = "gelu"  # of the MLP
     placement: Literal["pre", "post", "pre_sandwich", "post_sandwich"] = "post_sandwich"  # of a sublayer's norms
     norm: Literal["layernorm", "rmsnorm", "simple"] = "layernorm"  # simple: LayerNorm without gain or bias
-    residual_scale: float = 1.0  # alpha in alpha x + f(x); DeepNorm: (2 layers)^(1/4)
+    residual_scale: float = 1.0  # a in a x + f(x); DeepNorm: (2 layers)^(1/4)
     state_norm: bool = False  # normalise the state after each loop, for the readout and for the next loop
     positions: Literal["learned", "rope"] = "learned"  # position embeddings, or rotations of queries and keys
     rope_theta: float = 10_000.0  # the slowest rotation's period is about 2 pi theta
@@ -197,7 +197,7 @@ class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.external, self.a = config.placement.startswith("post"), config.residual_scale
+        self.a, self.external = config.residual_scale, config.placement.startswith("post")
         self.attn, self.mlp = Attention(config), MLP(config)
         self.norm1, self.norm3 = (nn.Identity() if config.placement == "post" else Norm(config) for _ in range(2))
         self.norm2, self.norm4 = (nn.Identity() if config.placement == "pre" else Norm(config) for _ in range(2))
@@ -408,7 +408,7 @@ def train_model(run):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Jacobian-vector products, and the instruments. A state is (B, T, D); each row has its own Jacobian, (N, N), N = T D.
+# Products with the Jacobian, for JSRR too, and the instruments. Each row of a state (B, T, D) has its own Jacobian, (N, N).
 
 def normalize(v):
     """Each row of v (B, T, D) as a unit vector of N dimensions."""
@@ -616,11 +616,13 @@ def race(runs, out):
                 seconds, before = seconds + (row["tokens"] - before) / row["tokens_per_sec"], row["tokens"]
             if "val_exact" in row:
                 points.append((row["step"], seconds, row["val_exact"]))
-        first = next((f"at step {step}, {s:.0f} s" for step, s, exact in points if exact == 1), "never")
-        print(f"{condition}, seed {seed}: all sums right {first}; {points[-1][2]:.2%} at step {points[-1][0]}, {seconds:.0f} s")
-        for axis, x, label in zip(axes, (0, 1), ("step", "seconds of training")):
-            axis.plot([p[x] for p in points], [p[2] for p in points], "o-", markersize=3, label=f"{condition}, seed {seed}")
-            axis.set(xlabel=label, ylabel="exact match")
+        steps, times, exact = zip(*points)
+        first = next((f"at step {step}, {s:.0f} s" for step, s, share in points if share == 1), "never")
+        print(f"{condition}, seed {seed}: all sums right {first}; {exact[-1]:.2%} at step {steps[-1]}, {seconds:.0f} s")
+        axes[0].plot(steps, exact, "o-", markersize=3, label=f"{condition}, seed {seed}")
+        axes[1].plot(times, exact, "o-", markersize=3)
+    axes[0].set(xlabel="step", ylabel="exact match")
+    axes[1].set(xlabel="seconds of training")
     axes[0].legend(fontsize="x-small")
     figure.savefig(out / "race.png", dpi=120)
     print(f"drawn in {out}/race.png")
