@@ -176,7 +176,7 @@ class LoopedGPT(nn.Module):
         rows = [self.normed(states[k - 1], final=k >= c.num_loops).flatten(0, 1) for k in read]  # each (B T, D)
         if c.supervision == "adaptive":
             p = self.exit_probabilities(rows)
-            scale = p / targets.numel()
+            scale = p / targets.numel()  # (K, B T): the weight of each CE in the loss
         else:
             scale = self.wte.weight.new_zeros(len(read), targets.numel())
             supervised = scale[-1:] if c.supervision == "terminal" else scale
