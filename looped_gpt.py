@@ -42,8 +42,7 @@ class Config:
     def __post_init__(self):
         check_at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "num_loops")
         check_at_least(self, 0, "norm_penalty", "embd_std")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"--dropout={self.dropout}: expected a number from 0 up to, not including, 1")
+        check_at_least(self, 0, "dropout", most=1)
         if self.n_embd % self.n_head:
             raise UserError(f"--n_embd={self.n_embd} is not divisible by --n_head={self.n_head}")
 
@@ -177,7 +176,7 @@ class LoopedGPT(nn.Module):
         rows = [self.normed(states[k - 1], final=k >= c.num_loops).flatten(0, 1) for k in read]  # each (B T, D)
         if c.supervision == "adaptive":
             p = self.exit_probabilities(rows)
-            scale = p / targets.numel()
+            scale = p / targets.numel()  # (K, B T): the weight of each CE in the loss
         else:
             scale = self.wte.weight.new_zeros(len(read), targets.numel())
             supervised = scale[-1:] if c.supervision == "terminal" else scale
@@ -191,7 +190,7 @@ class LoopedGPT(nn.Module):
         return loss, metrics | {"final_norm": states[-1].detach().norm(dim=-1).mean()}
 
     def exit_probabilities(self, rows):
-        """p_k = g_k prod_{j<k} (1 - g_j), g = sigmoid(gate(r(H))), the last loop taking the rest: (K, B T), columns sum to 1."""
+        """p_k = g_k prod_{j<k} (1 - g_j), g = sigmoid(gate(r(H))), the last loop taking the rest: (K, B T)."""
         g = torch.sigmoid(self.gate(torch.stack(rows)))[..., 0].to(rows[0].dtype)  # (K, B T)
         one = torch.ones_like(g[:1])
         return torch.cat([g[:-1], one]) * torch.cat([one, (1 - g[:-1]).cumprod(0)])
@@ -203,23 +202,25 @@ class LoopedGPT(nn.Module):
         stack = sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2) + c.n_layer * c.block_size * c.n_embd
         return 6 * (stack * c.num_loops + c.vocab_size * c.n_embd * reads)
 
+    def new_cache(self, B, S, K):
+        """Keys and values of S tokens, a slot per (loop, layer)."""
+        c = self.config
+        return self.wte.weight.new_empty(K, c.n_layer, 2, B, c.n_head, S, c.n_embd // c.n_head)
+
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, num_loops=None, temperature=1.0, top_k=None, seed=None, use_cache=True):
         """Continue idx (B, T) by max_new_tokens, exiting after num_loops. temperature 0 is greedy.
 
-        The KV cache has one slot per (loop, layer). When the window is full, the newest half is read again as a window of
-        its own (learned positions cannot slide); use_cache=False follows the same rule and recomputes it all each time.
+        When the window is full, the newest half is read again as a window of its own, since learned positions cannot slide;
+        without the cache too, so that both give the same tokens.
         """
         c, K = self.config, num_loops or self.config.num_loops
         generator = torch.Generator(idx.device).manual_seed(seed) if seed is not None else None
-        half = max(1, c.block_size // 2)
-        cache, length = None, 0  # length: how many of this window's tokens are in the cache
-        begin = max(0, idx.shape[1] - c.block_size)
+        cache = self.new_cache(len(idx), c.block_size, K) if use_cache else None
+        begin, length = max(0, idx.shape[1] - c.block_size), 0  # of the window; length: how many of its tokens are cached
         for _ in range(max_new_tokens):
             if idx.shape[1] - begin > c.block_size:
-                begin, length = idx.shape[1] - half, 0
-            if use_cache and cache is None:
-                cache = self.wte.weight.new_empty(K, c.n_layer, 2, len(idx), c.n_head, c.block_size, c.n_embd // c.n_head)
+                begin, length = idx.shape[1] - max(1, c.block_size // 2), 0
             h = self.states(idx[:, begin + length:], K, cache=cache, start=length)[-1][:, -1]
             length = idx.shape[1] - begin if use_cache else 0
             logits = self.readout(h, final=K >= c.num_loops).float()
@@ -228,8 +229,7 @@ class LoopedGPT(nn.Module):
             else:
                 if top_k:
                     logits[logits < logits.topk(min(top_k, c.vocab_size)).values[:, -1:]] = -math.inf
-                logits = (logits - logits.amax(-1, keepdim=True)) / temperature
-                token = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+                token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             idx = torch.cat([idx, token], dim=1)
         return idx
 
@@ -245,7 +245,8 @@ def train_model(run):
                 loss, metrics = model.loss(idx, targets)
             run.backward(loss, metrics)
         run.update()
-    first, *_, last = [row for row in run.rows if "val_loss" in row] * 2
+    evaluations = [row for row in run.rows if "val_loss" in row]
+    first, last = evaluations[0], evaluations[-1]
     run.say(f"validation loss {first['val_loss']:.2f} -> {last['val_loss']:.2f}, "
             f"mean ||H_K|| {first['val_final_norm']:.1f} -> {last['val_final_norm']:.1f}: "
             f"see {run.out}/curves.png, then run\npython looped_gpt.py {run.out}")
@@ -259,18 +260,19 @@ def mean_over(batches, function):
     return sum(function(idx, targets) for idx, targets in batches) / len(batches)
 
 
+def token_loss(model, h, k, targets):
+    """CE of each token, (B, T), read out from the state h after loop k."""
+    rows, scale = model.normed(h, k >= model.config.num_loops).flatten(0, 1), h.new_ones(targets.numel())
+    return cross_entropy(rows, model.wte.weight, targets.flatten(), scale)[1].view(targets.shape)
+
+
 @torch.no_grad()
 def loss_per_loop(model, batches, num_loops=None, clamp=None):
     """Cross-entropy in nats of every loop's readout, (K,); PPL is its exp."""
-    return mean_over(batches, lambda idx, targets: torch.stack([
-        token_loss(model, h, k, targets).mean() for k, h in enumerate(model.states(idx, num_loops, clamp), 1)]))
-
-
-def token_loss(model, h, k, targets):
-    """CE of each token, (B, T), read out from the state h after loop k."""
-    scale = h.new_ones(targets.numel())
-    rows = model.normed(h, k >= model.config.num_loops).flatten(0, 1)
-    return cross_entropy(rows, model.wte.weight, targets.flatten(), scale)[1].view(targets.shape)
+    def losses(idx, targets):
+        states = model.states(idx, num_loops, clamp)
+        return torch.stack([token_loss(model, h, k, targets).mean() for k, h in enumerate(states, 1)])
+    return mean_over(batches, losses)
 
 
 def radial_gradient_fraction(model, batches):
@@ -353,10 +355,12 @@ def timed(function):
 @torch.no_grad()
 def frontier(model, batches):
     """[(K, PPL, tokens/s)] for exits after K = 1 .. num_loops: one checkpoint, several speeds."""
-    def ce(K):
-        return mean_over(batches, lambda idx, targets: token_loss(model, model.states(idx, K)[-1], K, targets).mean()).item()
-    timings = [(K, *timed(lambda: ce(K))) for K in range(1, model.config.num_loops + 1)]
-    return [(K, train.perplexity(ce), sum(idx.numel() for idx, _ in batches) / seconds) for K, ce, seconds in timings]
+    points, tokens = [], sum(idx.numel() for idx, _ in batches)
+    for K in range(1, model.config.num_loops + 1):
+        ce_K = lambda idx, targets: token_loss(model, model.states(idx, K)[-1], K, targets).mean()
+        ce, seconds = timed(lambda: mean_over(batches, ce_K).item())
+        points.append((K, train.perplexity(ce), tokens / seconds))
+    return points
 
 
 def sequence_margin(model, h, k):
@@ -426,7 +430,7 @@ def diagnose(path):
         print(f"{k + 1:4d}  {ce[k]:6.4f}  {ce[k].exp():7.3f}   {radial[k]:.1e}")
     dynamics = scale_dynamics(model, batches).cpu()
     print("\nloop   scale s   radial increment   angular step   angular step * s (Lemma 2)")
-    for k in [k for k in (1, 2, 3, 4, 6, 8, 12, 16, 20, 29) if k <= len(dynamics)]:
+    for k in (1, 2, 3, 4, 6, 8, 12, 16, 20, 29):
         print("{:4d}  {:8.2f}   {:16.3f}   {:12.5f}   {:16.3f}".format(k, *dynamics[k - 1].tolist()))
     print("\none loop from a * H_K: scale s   radial increment   its remainder   angular step   its remainder (Lemma 2)")
     for a, row in zip((1, 10, 100, 1000), lemma2_remainders(model, model.states(batches[0][0])[-1]).tolist()):
@@ -445,20 +449,17 @@ def diagnose(path):
     print(f"halting at margin {threshold:.3f} (calibrated on every other sequence, measured on the rest): "
           f"{halted['loops']:.2f} loops on average, PPL {halted['ppl']:.3f}, {halted['tokens_per_sec']:,.0f} tokens/s")
 
-    figure, axes = train.new_figure(3)
-    loops = range(1, len(dynamics) + 1)
-    axes[0].plot(loops, dynamics[:, [0, 2, 3]], label=["scale s", "angular step", "angular step * s"])
+    figure, axes = train.new_figure(2)
+    axes[0].plot(range(1, 30), dynamics[:, [0, 2, 3]], label=["scale s", "angular step", "angular step * s"])
     axes[0].axvline(c.num_loops, color="gray", linestyle=":", label="trained K")
     axes[0].set(xlabel="loop", yscale="log", title="Lemma 2: scale and direction")
     axes[0].legend()
-    axes[1].bar(range(1, c.num_loops + 1), radial.tolist(), color="tab:orange")
-    axes[1].set(xlabel="loop", yscale="log", ylim=(1e-11, 1), title="Lemma 1: radial gradient fraction")
-    axes[2].plot([speed for _, _, speed in points], [ppl for _, ppl, _ in points], "o-")
+    axes[1].plot([speed for _, _, speed in points], [ppl for _, ppl, _ in points], "o-")
     for K, ppl, speed in points:
-        axes[2].annotate(f" K={K}", (speed, ppl))
-    axes[2].plot(halted["tokens_per_sec"], halted["ppl"], "s", label=f"halting, {halted['loops']:.2f} loops")
-    axes[2].set(xlabel="tokens/s", ylabel="perplexity", title="Variable depth")
-    axes[2].legend()
+        axes[1].annotate(f" K={K}", (speed, ppl))
+    axes[1].plot(halted["tokens_per_sec"], halted["ppl"], "s", label=f"halting, {halted['loops']:.2f} loops")
+    axes[1].set(xlabel="tokens/s", ylabel="perplexity", title="Variable depth")
+    axes[1].legend()
     figure.savefig(train.run_directory(path) / "diagnostics.png", dpi=120)
     print(f"\ndrawn in {train.run_directory(path) / 'diagnostics.png'}")
 
@@ -466,13 +467,13 @@ def diagnose(path):
 def evaluate(path, evaluation, loops):
     """The tasks of lm-evaluation-harness, exiting after each of the loops, with KV caches of loops x layers slots."""
     model, _, tokenizer = train.load_model(path, "looped_gpt", LoopedGPT)
-    c, like = model.config, model.wte.weight
+    c, device = model.config, model.wte.weight.device
 
     def at(K):
         states = lambda idx, cache=None, start=0: model.states(idx, K, cache=cache, start=start)[-1]
         readout = lambda h: model.readout(h, final=K >= c.num_loops)
-        new_cache = lambda B, S: like.new_empty(K, c.n_layer, 2, B, c.n_head, S, c.n_embd // c.n_head)
-        return (lambda idx, n: readout(states(idx.to(like.device))[:, n - 1:]),
+        new_cache = lambda B, S: model.new_cache(B, S, K)
+        return (lambda idx, n: readout(states(idx.to(device))[:, n - 1:]),
                 lambda *arguments: train.decode(states, readout, new_cache, *arguments))
     train.evaluate(path, evaluation, tokenizer, c.block_size, {f"loops={K}": at(K) for K in loops or [c.num_loops]})
 
@@ -487,8 +488,8 @@ def table1(runs, out):
         logs.setdefault(condition, []).append(train.read_csv(path / "log.csv"))
     for condition, of_seeds in logs.items():
         last = [log[-1] for log in of_seeds]
-        names = [name for name in last[0] if name.startswith("val_ce_")]
-        columns = {f"ppl_{name[7:]}": [train.perplexity(row[name]) for row in last] for name in names}
+        K = sum(name.startswith("val_ce_") for name in last[0])
+        columns = {f"ppl_{k}": [train.perplexity(row[f"val_ce_{k}"]) for row in last] for k in range(1, K + 1)}
         columns["final_norm"] = [row["val_final_norm"] for row in last]
         rows.append({"condition": condition, "seeds": len(last)})
         for name, values in columns.items():
@@ -502,10 +503,10 @@ def table1(runs, out):
     for row, (condition, (log, *_)) in zip(rows, logs.items()):
         points = [(r["step"], r["val_final_norm"]) for r in log if "val_final_norm" in r]
         axes[0].plot(*zip(*points), label=condition)
-        axes[1].plot(range(1, len(names) + 1), [row[f"ppl_{name[7:]}"] for name in names], "o-", label=condition)
+        axes[1].plot(range(1, K + 1), [row[f"ppl_{k}"] for k in range(1, K + 1)], "o-", label=condition)
     axes[0].set(xlabel="step", ylabel="mean ||H_K||", yscale="log", title="Only a visible scale stays controlled")
-    axes[1].set(xlabel="exit after loop", ylabel="validation perplexity", yscale="log", title="Dense supervision trains exits")
-    axes[1].set_xticks(range(1, len(names) + 1))
+    axes[1].set(xlabel="exit after loop", ylabel="validation perplexity", yscale="log", xticks=range(1, K + 1),
+                title="Dense supervision trains exits")
     axes[1].legend(fontsize="x-small")
     figure.savefig(out / "table1.png", dpi=120)
     print(f"\nwritten to {out}/table1.csv and table1.png")

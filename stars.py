@@ -8,9 +8,8 @@ penalises ||J v||^2 for a random unit v at the state of the sampled loop: loss =
 
     python train.py stars                                            # 4-digit addition with STARS
     python train.py stars --preset=baseline                          # the same model without: rises, peaks, collapses
-    python train.py stars --sweep=normalization                      # 4 placements x 3 types
-    python train.py stars --sweep=ablation                           # loops and remedies
-    python train.py stars --sweep=optimizer                          # the default against AdamW at the paper's settings
+    python train.py stars --sweep=normalization                      # 4 placements x 3 types of norm
+    python train.py stars --sweep=ablation                           # what random loops and JSRR each do; other remedies
     python stars.py out/stars-addition                               # accuracy against loops, convergence, spectra
     python stars.py out/stars-addition --ask=1750+4733 --loops=1,2,4,8,64
     python train.py stars --preset=ouro-1.4b --init_from=DIRECTORY   # fine-tune Ouro-1.4B, one 80 GB GPU
@@ -23,7 +22,7 @@ singular value, which is at least rho. Where J is far from normal all three diff
 Letters: B batch, T tokens, D width, h^(t) the (B, T, D) state after loop t, N = T D, J the (N, N) Jacobian of one loop.
 """
 import copy, itertools, json, math, re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -51,7 +50,7 @@ class Config:
     activation: Literal["gelu", "swiglu"] = "gelu"  # of the MLP
     placement: Literal["pre", "post", "pre_sandwich", "post_sandwich"] = "post_sandwich"  # of a sublayer's norms
     norm: Literal["layernorm", "rmsnorm", "simple"] = "layernorm"  # simple: LayerNorm without gain or bias
-    residual_scale: float = 1.0  # alpha in alpha x + f(x); DeepNorm: (2 layers)^(1/4)
+    residual_scale: float = 1.0  # a in a x + f(x); DeepNorm: (2 layers)^(1/4)
     state_norm: bool = False  # normalise the state after each loop, for the readout and for the next loop
     positions: Literal["learned", "rope"] = "learned"  # position embeddings, or rotations of queries and keys
     rope_theta: float = 10_000.0  # the slowest rotation's period is about 2 pi theta
@@ -69,7 +68,7 @@ class Config:
     jsrr_gate: float = 6.0  # lambda is multiplied by exp(-gate CE): a loop that contracts too soon learns late; 0: not
     jsrr_mode: Literal["vjp", "jvp"] = "vjp"  # J^T v in reverse mode, cheaper here, or J v in forward mode
     jsrr_steps: int = 1  # power-iteration steps on v; only the last has a gradient
-    jsrr_rows: float = 0.25  # share of the batch at which J is taken
+    jsrr_rows: float = 0.25  # share of the batch's rows at which J is taken, one row at least
     jsrr_detach: bool = False  # no gradient of JSRR through the state; costs one more loop of those rows
     checkpointing: bool = False  # keep only each layer's input for the backward pass and run the layer again there
     init_from: str = ""  # a Hugging Face directory of Ouro's layout to start from: weights, tokenizer, chat template
@@ -78,12 +77,9 @@ class Config:
         check_at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "mlp_width", "num_loops",
                        "min_loops", "jsrr_steps", "rope_theta")
         check_at_least(self, 0, "n_prelude", "n_coda", "residual_scale", "loop_sigma", "l2_penalty", "jsrr_gate")
-        check_at_least(self, 0, "jsrr_lambda", "dropout", most=1)
+        check_at_least(self, 0, "jsrr_lambda", "jsrr_rows", "dropout", most=1)
         check_at_least(self, 2, "digits", most=8)
-        if not self.max_loops >= self.min_loops:
-            raise UserError(f"--max_loops={self.max_loops} is below --min_loops={self.min_loops}")
-        if not 0 < self.jsrr_rows <= 1:
-            raise UserError(f"--jsrr_rows={self.jsrr_rows}: expected a share of the batch, above 0 and at most 1")
+        check_at_least(self, self.min_loops, "max_loops")
         if self.n_embd % self.n_head:
             raise UserError(f"--n_embd={self.n_embd} is not divisible by --n_head={self.n_head}")
         if self.positions == "rope" and self.n_embd // self.n_head % 2:
@@ -139,8 +135,8 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal, in elementary operations: the fused kernels have neither second derivatives nor forward mode. Windows of
-    more than 64 tokens use a fused kernel, T x T weights being large, except in `product`, which has PyTorch split it."""
+    """Causal, in elementary operations: the fused kernels have neither second derivatives nor forward mode. Above 64
+    tokens, where T x T weights are large, it is a fused kernel after all, and `product` has PyTorch take that apart."""
 
     def __init__(self, config):
         super().__init__()
@@ -193,34 +189,30 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each with its norm where the placement puts it (the paper's normalisation study)."""
+    """Attention, then MLP: each an f, with norms N where the placement has them (the paper's normalisation study).
+
+    internal, the state grows:     pre  a x + f(N(x))     pre_sandwich   a x + N(f(N(x)))
+    external, the state is bound:  post  N(a x + f(x))    post_sandwich  N(a x + f(N(x)))
+    """
 
     def __init__(self, config):
         super().__init__()
-        self.placement, self.alpha = config.placement, config.residual_scale
+        self.a, self.external = config.residual_scale, config.placement.startswith("post")
         self.attn, self.mlp = Attention(config), MLP(config)
-        self.norm1, self.norm3 = (Norm(config) if self.placement != "post" else None for _ in range(2))  # on inputs
-        self.norm2, self.norm4 = (Norm(config) if self.placement != "pre" else None for _ in range(2))  # on outputs
+        self.norm1, self.norm3 = (nn.Identity() if config.placement == "post" else Norm(config) for _ in range(2))
+        self.norm2, self.norm4 = (nn.Identity() if config.placement == "pre" else Norm(config) for _ in range(2))
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, cache=None, start=0):
-        x = self.sublayer(x, lambda y: self.dropout(self.attn(y, rope, cache, start)), self.norm1, self.norm2)
-        return self.sublayer(x, lambda y: self.dropout(self.mlp(y)), self.norm3, self.norm4)
+        x = self.add(x, self.attn(self.norm1(x), rope, cache, start), self.norm2)
+        return self.add(x, self.mlp(self.norm3(x)), self.norm4)
 
-    def sublayer(self, x, f, norm_in, norm_out):
-        residual = x if self.alpha == 1 else self.alpha * x
-        match self.placement:
-            case "pre":
-                return residual + f(norm_in(x))
-            case "post":
-                return norm_out(residual + f(x))
-            case "pre_sandwich":
-                return residual + norm_out(f(norm_in(x)))
-            case "post_sandwich":
-                return norm_out(residual + f(norm_in(x)))
+    def add(self, x, y, norm):
+        x, y = x if self.a == 1 else self.a * x, self.dropout(y)
+        return norm(x + y) if self.external else x + norm(y)
 
 
-NO_CACHE = itertools.repeat(None)  # where layers have no slots to keep keys and values in
+NO_CACHE = itertools.repeat(None)  # in the place of iter(cache), which hands each layer its slot as the layers run
 
 
 class LoopedTransformer(nn.Module):
@@ -242,7 +234,6 @@ class LoopedTransformer(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def run_blocks(self, h, first, n, slots, start):
-        """`slots` yields the part of the cache for each layer in the order in which they run."""
         rope = None if self.rope is None else self.rope[:, start:start + h.shape[1]]
         for block, slot in zip(self.blocks[first:first + n], slots):
             h = checkpoint(block, h, rope, use_reentrant=False) if self.checkpoints() else block(h, rope, slot, start)
@@ -316,12 +307,12 @@ class LoopedTransformer(nn.Module):
         and 1.49x at all of them, jvp 1.21x and 1.69x.
         """
         c = self.config
-        at = h[:max(1, round(c.jsrr_rows * len(h)))]
-        fixed, v = at.detach(), random_directions(at)
+        at = h[:max(1, round(c.jsrr_rows * len(h)))]  # where J is taken
+        v = random_directions(at)
         with torch.compiler.set_stance("force_eager"):
             for _ in range(c.jsrr_steps - 1):
-                v = normalize(self.step_and_product(fixed, v)[1].detach())
-            after, Jv = self.step_and_product(fixed if c.jsrr_detach else at, v)
+                v = normalize(self.step_and_product(at.detach(), v)[1].detach())
+            after, Jv = self.step_and_product(at.detach() if c.jsrr_detach else at, v)
         if c.jsrr_detach:
             after = self.step(h)
         elif len(at) < len(h):
@@ -358,10 +349,11 @@ class LoopedTransformer(nn.Module):
 
     def new_cache(self, B, S, num_loops):
         """Keys and values of S tokens: a slot per prelude layer, per (loop, layer), and per coda layer."""
-        c, like = self.config, self.wte.weight
-        slots, autocast = c.n_prelude + num_loops * c.n_layer + c.n_coda, torch.is_autocast_enabled(like.device.type)
-        return torch.empty(slots, 2, B, c.n_head, S, c.n_embd // c.n_head, device=like.device,
-                           dtype=torch.get_autocast_dtype(like.device.type) if autocast else like.dtype)
+        c, device, dtype = self.config, self.wte.weight.device, self.wte.weight.dtype
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        slots = c.n_prelude + num_loops * c.n_layer + c.n_coda
+        return torch.empty(slots, 2, B, c.n_head, S, c.n_embd // c.n_head, device=device, dtype=dtype)
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, num_loops=None, use_cache=True):
@@ -394,9 +386,10 @@ def sample_loops(config, n=1, generator=None):
 # Training. train.py's Run does the rest: devices, data, optimiser, schedule, evaluation, log, checkpoints.
 
 def train_model(run):
-    c, rows = run.config, run.options.batch_size // run.world
+    c = run.config
     if c.checkpointing:
-        run.say("estimated memory: " + ", ".join(f"{name} {n / 1e9:.2f} GB" for name, n in training_memory(c, rows).items()))
+        parts = training_memory(c, run.options.batch_size // run.world)
+        run.say("estimated memory: " + ", ".join(f"{part} {n / 1e9:.2f} GB" for part, n in parts.items()))
     model = LoopedTransformer(c)
     if c.init_from:
         load_ouro(model, c.init_from)
@@ -409,128 +402,13 @@ def train_model(run):
         run.update()
     if c.checkpointing:
         run.say(f"measured at the peak: {train.peak_memory(run.device) / 1e9:.2f} GB")
-    for last in [row for row in run.rows if "val_exact" in row][-1:]:
-        run.say(f"{last['val_exact']:.2%} of the held-out answers exactly right at {run.config.num_loops} loops: see "
-                f"{run.out}/curves.png, then run\npython stars.py {run.out}")
-
-
-def training_memory(config, rows):
-    """{part: bytes} of a training step with checkpointing on `rows` full windows, with AdamW, in bfloat16: an estimate
-    at max_loops, and the total."""
-    c, tokens = config, rows * config.block_size
-    with torch.device("meta"):
-        P = sum(p.numel() for p in LoopedTransformer(c).parameters())
-    parts = {"weights, gradients and AdamW's moments": 16 * P, "bfloat16 weights": 2 * P,
-             "layer inputs": 4 * tokens * c.n_embd * c.n_layer * (c.max_loops + 1),
-             "one layer": tokens * (90 * c.n_embd + 16 * c.mlp_width),
-             "J v of one layer": 48 * math.ceil(rows * c.jsrr_rows) * c.n_head * c.block_size ** 2 * (c.jsrr_lambda > 0),
-             "logits": 12 * min(train.CHUNK["cuda"], tokens * c.vocab_size)}
-    return parts | {"together": sum(parts.values())}
+    last = [row for row in run.rows if "val_exact" in row][-1]
+    run.say(f"{last['val_exact']:.2%} of the held-out answers exactly right at {c.num_loops} loops: see "
+            f"{run.out}/curves.png, then run\npython stars.py {run.out}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ouro's files, as Hugging Face lays them out: config.json, safetensors in one file or in shards with an index, tokenizer.
-
-OURO_FIELDS = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
-               "n_embd": "hidden_size", "mlp_width": "intermediate_size", "rope_theta": "rope_theta",
-               "num_loops": "total_ut_steps"}
-
-
-def ouro_config(directory):
-    """The Config of a Hugging Face directory of Ouro's layout; the context stays at the preset's block_size."""
-    try:
-        hub = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-        expected = {"num_key_value_heads": hub["num_attention_heads"], "rms_norm_eps": 1e-6, "hidden_act": "silu",
-                    "tie_word_embeddings": False}
-        if differing := [f"{k} is {hub[k]}, not {v}" for k, v in expected.items() if hub[k] != v]:
-            raise ValueError("; ".join(differing))
-        return Config(**OURO | {ours: hub[theirs] for ours, theirs in OURO_FIELDS.items()})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{directory}/config.json does not describe a model of Ouro's form ({type(error).__name__}: "
-                        f"{error})") from None
-
-
-def ouro_tensors(model):
-    """{name in Ouro's files: this model's tensor, or its rows of a fused one}: views, to be read and written through."""
-    tensors = {"model.embed_tokens.weight": model.wte.weight, "model.norm.weight": model.norm.gain,
-               "model.early_exit_gate.weight": model.gate.weight, "model.early_exit_gate.bias": model.gate.bias,
-               "lm_head.weight": model.head.weight}
-    for i, block in enumerate(model.blocks):
-        q, k, v = block.attn.qkv.weight.chunk(3)
-        gate, up = block.mlp.up.weight.chunk(2)
-        layer = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v,
-                 "self_attn.o_proj": block.attn.out.weight, "mlp.gate_proj": gate, "mlp.up_proj": up,
-                 "mlp.down_proj": block.mlp.down.weight,
-                 "input_layernorm": block.norm1.gain, "input_layernorm_2": block.norm2.gain,
-                 "post_attention_layernorm": block.norm3.gain, "post_attention_layernorm_2": block.norm4.gain}
-        tensors |= {f"model.layers.{i}.{name}.weight": tensor for name, tensor in layer.items()}
-    return tensors
-
-
-@torch.no_grad()
-def load_ouro(model, directory):
-    """Copy a Hugging Face directory's weights, of any float dtype, into the model. UserError names the tensors that are
-    missing, extra or of another shape."""
-    safetensors, directory = train.optional("safetensors"), Path(directory)
-    there, c = asdict(ouro_config(directory)), model.config
-    differing = [k for k in OURO if k not in ("block_size", "num_loops") and there[k] != getattr(c, k)]
-    if differing:
-        raise UserError(f"{directory} has another architecture than this run: to --preset=ouro-1.4b add "
-                        f"{' '.join(f'--{k}={there[k]}' for k in differing)}")
-    left, wrong, shard = ouro_tensors(model), [], "model.safetensors.index.json"
-    try:
-        shards = {"model.safetensors"}
-        if (directory / shard).exists():
-            shards = set(json.loads((directory / shard).read_text(encoding="utf-8"))["weight_map"].values())
-        for shard in sorted(shards):
-            with safetensors.safe_open(directory / shard, "pt") as f:
-                for name in f.keys():
-                    tensor, ours = f.get_tensor(name), left.pop(name, None)
-                    if ours is None:
-                        wrong.append(f"{name} is extra")
-                    elif tensor.shape != ours.shape:
-                        wrong.append(f"{name} is {[*tensor.shape]} {str(tensor.dtype)[6:]}, not {[*ours.shape]}")
-                    else:
-                        ours.copy_(tensor)
-    except FileNotFoundError:
-        raise UserError(f"{directory} lacks its weights: there is no {shard}") from None
-    except (safetensors.SafetensorError, OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{directory / shard} is damaged: {type(error).__name__}, {' '.join(str(error).split())}") from None
-    wrong += [f"{name} is missing" for name in left]
-    if wrong:
-        raise UserError(f"{directory}: {len(wrong)} tensors do not fit; {'; '.join(wrong[:4])}{' ..' * (len(wrong) > 4)}")
-
-
-def export_ouro(model, tokenizer, directory):
-    """Write the model as load_ouro reads it, in the dtype of its config.json, with the files that the weights came with."""
-    safetensors, directory = train.optional("safetensors.torch"), Path(directory)
-    if tokenizer.spec["name"] != "hub":
-        raise UserError("--export: only a model that was fine-tuned from Ouro's files can go back to them")
-    if directory.exists() and any(directory.iterdir()):
-        raise UserError(f"--export={directory} is not empty: choose another directory")
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, text in tokenizer.spec["files"].items():
-        (directory / name).write_bytes(text.encode())
-    hub = json.loads(tokenizer.spec["files"]["config.json"])
-    dtype = getattr(torch, hub.get("dtype") or hub.get("torch_dtype") or "float32")
-    tensors = {name: tensor.detach().to("cpu", dtype, copy=True) for name, tensor in ouro_tensors(model).items()}
-    path = directory / "model.safetensors"
-    with train.whole_file(path) as f:
-        f.write(safetensors.save(tensors, metadata={"format": "pt"}))
-    print(f"{len(tensors)} tensors in {str(dtype)[6:]} written to {path}")
-
-
-def load(path):
-    """(model, options, tokenizer) of a run, or of a Hugging Face directory of Ouro's layout."""
-    if not (Path(path) / "tokenizer.json").exists():
-        return train.load_model(path, "stars", LoopedTransformer)
-    model, tokenizer = LoopedTransformer(ouro_config(path)), train.HubTokenizer.read(path)
-    load_ouro(model, path)
-    return model.to(train.pick_device("auto")).eval(), train.Options(tokenizer="hub"), tokenizer
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Jacobian-vector products, and the instruments. A state is (B, T, D); each row has its own Jacobian, (N, N), N = T D.
+# Products with the Jacobian, for JSRR too, and the instruments. Each row of a state (B, T, D) has its own Jacobian, (N, N).
 
 def normalize(v):
     """Each row of v (B, T, D) as a unit vector of N dimensions."""
@@ -616,12 +494,11 @@ def convergence(model, idx, num_loops):
     return torch.stack(rows).cpu()
 
 
-def exact_match(model, idx, targets, num_loops, rows=250):
+def exact_match(model, idx, targets, num_loops):
     """Share of the sums whose whole answer greedy decoding gets right, end mark included. idx, targets: (B, T)."""
     start, right = int((targets[0] >= 0).int().argmax()) + 1, 0
-    for i in range(0, len(idx), rows):
-        new = model.generate(idx[i:i + rows, :start], idx.shape[1] + 1 - start, num_loops)
-        wanted = targets[i:i + rows]
+    for rows, wanted in zip(idx.split(250), targets.split(250)):  # a cache of 256 loops x 250 rows is a GB
+        new = model.generate(rows[:, :start], idx.shape[1] + 1 - start, num_loops)
         right += ((new[:, 1:] == wanted) | (wanted < 0)).all(1).sum().item()
     return right / len(idx)
 
@@ -632,9 +509,9 @@ def held_out_sums(model, options, n):
     return [t.to(model.wte.weight.device) for t in data.encode(*data.operands("val", 0, n))]
 
 
-def diagnose(path, model, options, loops, sums):
+def diagnose(path, model, options, loops):
     """Print accuracy and convergence against loops, then the spectrum, of a trained run; draw RUN/diagnostics.png."""
-    c, (idx, targets) = model.config, held_out_sums(model, options, sums)
+    c, (idx, targets) = model.config, held_out_sums(model, options, 2000)
     print(f"{path}: {c.placement} {c.norm}, {c.loop_sampling} loops, lambda {c.jsrr_lambda}; {len(idx)} held-out sums")
     dynamics = convergence(model, idx[:250], max(loops) + 1)
     accuracy = [exact_match(model, idx, targets, t) for t in loops]
@@ -648,7 +525,7 @@ def diagnose(path, model, options, loops, sums):
           "at loop t   one-step ||J v||   ||J||_F / sqrt(N)   sigma_max   rho (power)   rho (Arnoldi)   largest rho")
     for t, h in enumerate(trajectory(model, idx, settle)):
         if t in (c.num_loops, settle):
-            h, g = h.detach(), torch.Generator().manual_seed(0)
+            g = torch.Generator().manual_seed(0)
             rho = spectral_radius_arnoldi(model, h, generator=g)
             print("{:9d}   {:16.4f}   {:17.4f}   {:9.3f}   {:11.4f}   {:13.4f}   {:11.4f}".format(
                 t, power_iteration(model, h, 1, "jvp", g).mean(), jacobian_gain(model, h, generator=g).mean(),
@@ -668,50 +545,15 @@ def diagnose(path, model, options, loops, sums):
     axes[1].set(xlabel="loop t", xscale="symlog", yscale="log", title="Step and norm against loops")
     axes[1].legend()
     answer = targets[0].cpu() >= 0  # the state at the answer's tokens, as one vector per loop and sum
-    path_of = torch.stack([h[:, answer].flatten(1) for h in trajectory(model, idx, min(settle, 64))]).detach()
-    centred = path_of - path_of.mean((0, 1))
-    flat = centred.flatten(0, 1) @ torch.linalg.svd(centred.flatten(0, 1), full_matrices=False)[2][:2].T
-    for line in flat.unflatten(0, path_of.shape[:2]).transpose(0, 1):
+    states = torch.stack([h[:, answer].flatten(1) for h in trajectory(model, idx, min(settle, 64))])
+    states -= states.mean((0, 1))
+    components = torch.linalg.svd(states.flatten(0, 1), full_matrices=False)[2][:2]
+    for line in (states @ components.T).transpose(0, 1):
         axes[2].plot(*line.T, ".-", alpha=0.7)
         axes[2].plot(*line[-1], "k*")
     axes[2].set(xlabel="PC 1", ylabel="PC 2", title=f"Trajectories of {len(idx)} sums, * at the end")
     figure.savefig(train.run_directory(path) / "diagnostics.png", dpi=120)
     print(f"\ndrawn in {train.run_directory(path) / 'diagnostics.png'}")
-
-
-def diagnose_answers(model, options, tokenizer, loops):
-    """Print, on a fine-tuned run's held-out rows, at each loop count: CE of the solutions, the share of their tokens that
-    greedy decoding gets right given those before, how far a loop moves the state, and the one-step gain ||J v||."""
-    _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
-    print("loops t       CE   right tokens   ||h^(t+1) - h^(t)|| / ||h^(t)||   mean ||h^(t)||   one-step ||J v||")
-    table, device = torch.zeros(len(loops), 5), model.wte.weight.device.type
-    for idx, targets in batches:
-        given, generator = targets >= 0, torch.Generator(idx.device).manual_seed(0)
-        with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            for t, h in enumerate(trajectory(model, idx, max(loops))):
-                if t in loops:
-                    logits = F.linear(model.normed(h)[given], model.readout_weight).float()
-                    after, Jv = product(model.step, h, random_directions(h, generator), "jvp")
-                    table[loops.index(t)] += torch.stack([
-                        F.cross_entropy(logits, targets[given]), (logits.argmax(-1) == targets[given]).float().mean(),
-                        (after - h).flatten(1).norm(dim=1).div(h.flatten(1).norm(dim=1)).mean(), h.norm(dim=-1).mean(),
-                        Jv.flatten(1).norm(dim=1).mean()]).cpu() / len(batches)
-    for t, row in zip(loops, table.tolist()):
-        print("{:7d}   {:6.4f}   {:12.2%}   {:31.2e}   {:14.2f}   {:16.4f}".format(t, *row))
-
-
-def evaluate(path, model, tokenizer, evaluation, loops):
-    """The tasks of lm-evaluation-harness at each loop count, with KV caches of loops x layers slots."""
-    device = model.wte.weight.device
-
-    def at(t):
-        readout = lambda h: F.linear(h, model.readout_weight)
-        return (lambda idx, n: readout(model.final(idx.to(device), t)[:, n - 1:]),
-                lambda *arguments: train.decode(lambda *x: model.final(x[0], t, *x[1:]), readout,
-                                                lambda B, S: model.new_cache(B, S, t), *arguments))
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        train.evaluate(path, evaluation, tokenizer, model.config.block_size,
-                       {f"loops={t}": at(t) for t in loops or [model.config.num_loops]})
 
 
 def ask(model, tokenizer, question, loops):
@@ -774,11 +616,13 @@ def race(runs, out):
                 seconds, before = seconds + (row["tokens"] - before) / row["tokens_per_sec"], row["tokens"]
             if "val_exact" in row:
                 points.append((row["step"], seconds, row["val_exact"]))
-        first = next((f"at step {step}, {s:.0f} s" for step, s, exact in points if exact == 1), "never")
-        print(f"{condition}, seed {seed}: all sums right {first}; {points[-1][2]:.2%} at step {points[-1][0]}, {seconds:.0f} s")
-        for axis, x, label in zip(axes, (0, 1), ("step", "seconds of training")):
-            axis.plot([p[x] for p in points], [p[2] for p in points], "o-", markersize=3, label=f"{condition}, seed {seed}")
-            axis.set(xlabel=label, ylabel="exact match")
+        steps, times, exact = zip(*points)
+        first = next((f"at step {step}, {s:.0f} s" for step, s, share in points if share == 1), "never")
+        print(f"{condition}, seed {seed}: all sums right {first}; {exact[-1]:.2%} at step {steps[-1]}, {seconds:.0f} s")
+        axes[0].plot(steps, exact, "o-", markersize=3, label=f"{condition}, seed {seed}")
+        axes[1].plot(times, exact, "o-", markersize=3)
+    axes[0].set(xlabel="step", ylabel="exact match")
+    axes[1].set(xlabel="seconds of training")
     axes[0].legend(fontsize="x-small")
     figure.savefig(out / "race.png", dpi=120)
     print(f"drawn in {out}/race.png")
@@ -805,16 +649,159 @@ SWEEPS = {
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Ouro-1.4B: its files as Hugging Face lays them out (config.json, safetensors in one file or in shards with an index,
+# tokenizer), what fine-tuning it takes, and how it is judged.
+
+def ouro_config(directory):
+    """The Config of a Hugging Face directory of Ouro's layout; the context stays at the preset's block_size."""
+    try:
+        hub = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+        expected = {"num_key_value_heads": hub["num_attention_heads"], "rms_norm_eps": 1e-6, "hidden_act": "silu",
+                    "tie_word_embeddings": False}
+        if differing := [f"{k} is {hub[k]}, not {v}" for k, v in expected.items() if hub[k] != v]:
+            raise ValueError("; ".join(differing))
+        return Config(**OURO | dict(
+            vocab_size=hub["vocab_size"], n_layer=hub["num_hidden_layers"], n_head=hub["num_attention_heads"],
+            n_embd=hub["hidden_size"], mlp_width=hub["intermediate_size"], rope_theta=hub["rope_theta"],
+            num_loops=hub["total_ut_steps"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{directory}/config.json does not describe a model of Ouro's form ({type(error).__name__}: "
+                        f"{error})") from None
+
+
+def ouro_tensors(model):
+    """{name in Ouro's files: this model's tensor, or its rows of a fused one}: views, to be read and written through."""
+    tensors = {"model.embed_tokens.weight": model.wte.weight, "model.norm.weight": model.norm.gain,
+               "model.early_exit_gate.weight": model.gate.weight, "model.early_exit_gate.bias": model.gate.bias,
+               "lm_head.weight": model.head.weight}
+    for i, block in enumerate(model.blocks):
+        q, k, v = block.attn.qkv.weight.chunk(3)
+        gate, up = block.mlp.up.weight.chunk(2)
+        layer = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v,
+                 "self_attn.o_proj": block.attn.out.weight, "mlp.gate_proj": gate, "mlp.up_proj": up,
+                 "mlp.down_proj": block.mlp.down.weight,
+                 "input_layernorm": block.norm1.gain, "input_layernorm_2": block.norm2.gain,
+                 "post_attention_layernorm": block.norm3.gain, "post_attention_layernorm_2": block.norm4.gain}
+        tensors |= {f"model.layers.{i}.{name}.weight": tensor for name, tensor in layer.items()}
+    return tensors
+
+
+@torch.no_grad()
+def load_ouro(model, directory):
+    """Copy a Hugging Face directory's weights, of any float dtype, into the model. UserError names the tensors that are
+    missing, extra or of another shape."""
+    safetensors, directory = train.optional("safetensors.torch"), Path(directory)
+    there, here = vars(ouro_config(directory)), vars(model.config)
+    differing = [k for k in OURO if k not in ("block_size", "num_loops") and there[k] != here[k]]
+    if differing:
+        raise UserError(f"{directory} has another architecture than this run: to --preset=ouro-1.4b add "
+                        f"{' '.join(f'--{k}={there[k]}' for k in differing)}")
+    weights, file = {}, "model.safetensors.index.json"
+    try:
+        files = {"model.safetensors"}
+        if (directory / file).exists():
+            files = set(json.loads((directory / file).read_text(encoding="utf-8"))["weight_map"].values())
+        for file in sorted(files):
+            weights |= safetensors.load_file(directory / file)
+    except Exception as error:  # of the disk, of JSON or of safetensors: absent, truncated, of another kind
+        raise UserError(f"{directory / file} cannot be read: {type(error).__name__}, "
+                        f"{' '.join(str(error).split())}") from None
+    ours = ouro_tensors(model)
+    wrong = [f"{name} is {'extra' if name in weights else 'missing'}" for name in sorted(ours.keys() ^ weights.keys())]
+    wrong += [f"{name} is {[*weights[name].shape]}, not {[*tensor.shape]}" for name, tensor in ours.items()
+              if name in weights and weights[name].shape != tensor.shape]
+    if wrong:
+        raise UserError(f"{directory}: {len(wrong)} tensors do not fit; {'; '.join(wrong[:4])}{' ..' * (len(wrong) > 4)}")
+    for name, tensor in ours.items():
+        tensor.copy_(weights[name])
+
+
+def export_ouro(model, tokenizer, directory):
+    """Write the model as load_ouro reads it, in the dtype of its config.json, with the files that the weights came with."""
+    safetensors, directory = train.optional("safetensors.torch"), Path(directory)
+    if tokenizer.spec["name"] != "hub":
+        raise UserError("--export: only a model that was fine-tuned from Ouro's files can go back to them")
+    if directory.exists() and any(directory.iterdir()):
+        raise UserError(f"--export={directory} is not empty: choose another directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in tokenizer.spec["files"].items():
+        (directory / name).write_bytes(text.encode())
+    hub = json.loads(tokenizer.spec["files"]["config.json"])
+    dtype = getattr(torch, hub.get("dtype") or hub.get("torch_dtype") or "float32")
+    tensors = {name: tensor.detach().to("cpu", dtype, copy=True) for name, tensor in ouro_tensors(model).items()}
+    path = directory / "model.safetensors"
+    with train.whole_file(path) as f:
+        f.write(safetensors.save(tensors, metadata={"format": "pt"}))
+    print(f"{len(tensors)} tensors in {str(dtype)[6:]} written to {path}")
+
+
+def load(path):
+    """(model, options, tokenizer) of a run, or of a Hugging Face directory of Ouro's layout."""
+    if not (Path(path) / "tokenizer.json").exists():
+        return train.load_model(path, "stars", LoopedTransformer)
+    model, tokenizer = LoopedTransformer(ouro_config(path)), train.HubTokenizer.read(path)
+    load_ouro(model, path)
+    return model.to(train.pick_device("auto")).eval(), train.Options(tokenizer="hub"), tokenizer
+
+
+def training_memory(config, rows):
+    """{part: bytes} of a training step with checkpointing on `rows` full windows, with AdamW, in bfloat16: an estimate
+    at max_loops, and the total."""
+    c, tokens = config, rows * config.block_size
+    with torch.device("meta"):
+        P = sum(p.numel() for p in LoopedTransformer(c).parameters())
+    parts = {"weights, gradients and AdamW's moments": 16 * P, "bfloat16 weights": 2 * P,
+             "layer inputs": 4 * tokens * c.n_embd * c.n_layer * (c.max_loops + 1),
+             "one layer": tokens * (90 * c.n_embd + 16 * c.mlp_width),
+             "J v of one layer": 48 * math.ceil(rows * c.jsrr_rows) * c.n_head * c.block_size ** 2 * (c.jsrr_lambda > 0),
+             "logits": 12 * min(train.CHUNK["cuda"], tokens * c.vocab_size)}
+    return parts | {"together": sum(parts.values())}
+
+
+def diagnose_answers(model, options, tokenizer, loops):
+    """Print, on a fine-tuned run's held-out rows, at each loop count: CE of the solutions, the share of their tokens that
+    greedy decoding gets right given those before, how far one more loop moves the state, and the one-step gain ||J v||."""
+    _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
+    print("loops t       CE   right tokens   ||h^(t+1) - h^(t)|| / ||h^(t)||   one-step ||J v||")
+    table, device = torch.zeros(len(loops), 4), model.wte.weight.device.type
+    for idx, targets in batches:
+        given, generator = targets >= 0, torch.Generator(idx.device).manual_seed(0)
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            for t, h in enumerate(trajectory(model, idx, max(loops))):
+                if t in loops:
+                    logits = F.linear(model.normed(h)[given], model.readout_weight).float()
+                    ce, right = F.cross_entropy(logits, targets[given]), logits.argmax(-1) == targets[given]
+                    after, Jv = product(model.step, h, random_directions(h, generator), "jvp")
+                    change = (after - h).flatten(1).norm(dim=1) / h.flatten(1).norm(dim=1)
+                    gain = Jv.flatten(1).norm(dim=1)
+                    values = torch.stack([ce, right.float().mean(), change.mean(), gain.mean()])
+                    table[loops.index(t)] += values.cpu() / len(batches)
+    for t, row in zip(loops, table.tolist()):
+        print("{:7d}   {:6.4f}   {:12.2%}   {:31.2e}   {:16.4f}".format(t, *row))
+
+
+def evaluate(path, model, tokenizer, evaluation, loops):
+    """The tasks of lm-evaluation-harness at each loop count, with KV caches of loops x layers slots."""
+    device = model.wte.weight.device
+
+    def at(t):
+        states = lambda idx, cache=None, start=0: model.final(idx, t, cache, start)
+        readout = lambda h: F.linear(h, model.readout_weight)
+        new_cache = lambda B, S: model.new_cache(B, S, t)
+        return (lambda idx, n: readout(states(idx.to(device))[:, n - 1:]),
+                lambda *arguments: train.decode(states, readout, new_cache, *arguments))
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        train.evaluate(path, evaluation, tokenizer, model.config.block_size,
+                       {f"loops={t}": at(t) for t in loops or [model.config.num_loops]})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 @dataclass
 class Arguments:
     ask: str = ""  # a sum to answer, as 1750+4733; without it, the diagnostics are printed
     export: str = ""  # a directory to write a fine-tuned Ouro to, in its Hugging Face layout
     loops: str = None  # loop counts, separated by commas; by default 1 to 256, with --eval the trained number
-    sums: int = 2000  # held-out sums for the accuracy
-
-    def __post_init__(self):
-        check_at_least(self, 1, "sums")
 
 
 def main(argv):
@@ -834,7 +821,7 @@ def main(argv):
         raise UserError(f"{path} is a Hugging Face directory, not a run with held-out rows: add --eval=TASK")
     if not sums:
         return diagnose_answers(model, options, tokenizer, loops or [1, 2, 3, 4, 6, 8, 12, 16])
-    diagnose(path, model, options, loops or LOOPS, arguments.sums)
+    diagnose(path, model, options, loops or LOOPS)
 
 
 if __name__ == "__main__":

@@ -254,7 +254,7 @@ def test_bfloat16_loss_is_close_to_float32():
 
 
 @pytest.mark.parametrize("fields, message", [
-    (dict(num_loops=0), "num_loops"), (dict(n_embd=130), "not divisible by --n_head=4"), (dict(dropout=1.0), "dropout"),
+    (dict(num_loops=0), "num_loops"), (dict(n_embd=130), "not divisible by --n_head=4"), (dict(dropout=1.5), "dropout"),
     (dict(norm_penalty=-1.0), "norm_penalty")])
 def test_impossible_configs_are_refused(fields, message):
     with pytest.raises(train.UserError, match=message):
