@@ -10,7 +10,7 @@ In the order below: options and command line, text and tokenizers, batches, cros
 schedule, log, checkpoint), evaluation, sweeps. A script brings `Config`, `PRESETS`, `SWEEPS`, `SHOW` and
 `train_model(run)`, its visible training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
 """
-import argparse, collections, contextlib, csv, dataclasses, difflib, functools, hashlib, http.client, importlib, inspect
+import argparse, base64, collections, contextlib, csv, dataclasses, difflib, functools, hashlib, http.client, importlib, inspect
 import io, itertools, json, math, multiprocessing, os, pydoc_data.topics, re, signal, sys, time, urllib.request, zipfile
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -163,33 +163,29 @@ DOWNLOADS = {  # address, size in bytes, SHA-256, where known
                     "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),
     "wikitext-2": ("https://wikitext.smerity.com/wikitext-2-raw-v1.zip", None, None),
     "wikitext-103": ("https://wikitext.smerity.com/wikitext-103-raw-v1.zip", 191984949, None)}
+GPT2_RANKS = ("https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken", 835554,
+              "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930")
 PARALLEL = 1 << 24  # texts from this many characters on are tokenized on all cores
 
 
-def download(url, path, size=None, sha256=None):
-    """Fetch url into path, whole or not at all. Its size and checksum are verified, also of a file put there by hand."""
-    def verify(p):
-        if size and p.stat().st_size != size:
-            raise UserError(f"{path} should have {size:,} bytes and has {p.stat().st_size:,}: delete it and try again")
-        if sha256 and hashlib.sha256(p.read_bytes()).hexdigest() != sha256:
-            raise UserError(f"{path} has another SHA-256 than the published file: delete it and try again")
+def download(path, url, size=None, sha256=None):
+    """Fetch url into path. Its size and checksum are verified, also of a file put there by hand."""
+    def progress(count, block, total):
+        print(f"\r{path.name}: {count * block / 1e6:.1f} of {total / 1e6:.1f} MB", end="", file=sys.stderr, flush=True)
 
-    if path.exists():
-        return verify(path)
-    try:
-        with urllib.request.urlopen(url, timeout=30) as reply, whole_file(path) as f:
-            total = int(reply.headers.get("Content-Length") or 0)
-            while chunk := reply.read(1 << 20):
-                f.write(chunk)
-                print(f"\r{path.name}: {f.tell() / 1e6:.1f} of {total / 1e6:.1f} MB", end="", file=sys.stderr, flush=True)
-            print(file=sys.stderr)
-            if f.tell() < total:
-                raise ConnectionError(f"the connection ended after {f.tell():,} of {total:,} bytes")
-            f.flush()
-            verify(Path(f.name))
-    except (OSError, http.client.HTTPException) as error:
-        raise UserError(f"no download: {error}. Put {url} at {path} by hand, or use --dataset=python-docs, which needs "
-                        f"none") from None
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with whole_file(path) as f:
+                urllib.request.urlretrieve(url, f.name, progress)
+                print(file=sys.stderr)
+        except (OSError, http.client.HTTPException) as error:
+            raise UserError(f"no download: {error}. Put {url} at {path} by hand, or use --dataset=python-docs "
+                            f"--tokenizer=char, which need none") from None
+    if size and path.stat().st_size != size:
+        raise UserError(f"{path} should have {size:,} bytes and has {path.stat().st_size:,}: delete it and try again")
+    if sha256 and hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+        raise UserError(f"{path} has another SHA-256 than the published file: delete it and try again")
 
 
 def find_source(dataset, data_dir):
@@ -197,9 +193,8 @@ def find_source(dataset, data_dir):
     if dataset == "python-docs":
         return Path(pydoc_data.topics.__file__)
     if dataset in DOWNLOADS:
-        url, size, sha256 = DOWNLOADS[dataset]
-        path = data_dir / f"{dataset}{Path(url).suffix}"
-        download(url, path, size, sha256)
+        path = data_dir / f"{dataset}{Path(DOWNLOADS[dataset][0]).suffix}"
+        download(path, *DOWNLOADS[dataset])
         return path
     if not Path(dataset).is_file():
         known = ("python-docs", *DOWNLOADS, "addition", "running-sum", "statetrack")
@@ -279,24 +274,19 @@ class Tokenizer:
 
 
 class GPT2Tokenizer:
-    """GPT-2's byte-level BPE through tiktoken: 50,257 types, round-trips every text."""
-    spec, eos = {"name": "gpt2"}, 50_256
+    """GPT-2's byte-level BPE through tiktoken: 50,257 types, round-trips every text. The package openai-whisper holds the
+    file of ranks too, as whisper/assets/gpt2.tiktoken."""
+    spec, eos, vocab_size = {"name": "gpt2"}, 50_256, 50_257
 
     def __init__(self, data_dir="data"):
-        import tiktoken, tiktoken.load
-        from tiktoken_ext import openai_public
-        ranks = Path(data_dir) / "gpt2.tiktoken"
-        try:
-            if ranks.exists():
-                self.bpe = tiktoken.Encoding("gpt2", pat_str=openai_public.r50k_pat_str,
-                                             mergeable_ranks=tiktoken.load.load_tiktoken_bpe(str(ranks)),
-                                             special_tokens={"<|endoftext|>": 50256})
-            else:
-                self.bpe = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # tiktoken lets through whatever its HTTP client or its parser raises
-            raise UserError(f"GPT-2's BPE ranks could not be read ({type(error).__name__}): put gpt2.tiktoken (from "
-                            f"openai-whisper, whisper/assets/gpt2.tiktoken) at {ranks}, or use --tokenizer=char") from None
-        self.vocab_size = self.bpe.n_vocab
+        import tiktoken
+        from tiktoken_ext.openai_public import r50k_pat_str
+        path = Path(data_dir) / "gpt2.tiktoken"
+        download(path, *GPT2_RANKS)
+        lines = (line.split() for line in path.read_bytes().splitlines())
+        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+        self.bpe = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks,
+                                     special_tokens={"<|endoftext|>": self.eos})
 
     def encode(self, text):
         return self.bpe.encode_ordinary(text)

@@ -1,5 +1,5 @@
 """The driver: what a user types, what a kill leaves behind, what the data are. No network: a server on this machine."""
-import base64, contextlib, http.server, io, json, os, pickle, random, re, signal, subprocess, sys, threading, time, zipfile
+import base64, contextlib, http.server, inspect, io, json, os, pickle, random, re, signal, subprocess, sys, threading, time, zipfile
 from pathlib import Path
 
 import numpy as np
@@ -374,7 +374,7 @@ def test_blocks_cut_no_token_and_all_cores_give_what_one_gives(tmp_path, monkeyp
     draw = random.Random(0)
     text = "".join(draw.choice(["word", " ", "\n", "\n\n", "  ", "é", "\u3000", "\r\n", "!?", "x1"]) for _ in range(30_000))
     assert "".join(train.blocks(text, size=100)) == text
-    write_gpt2_ranks(tmp_path)
+    write_gpt2_ranks(tmp_path, monkeypatch)
     for name in ("char", "gpt2", "regex"):
         tokenizer = train.fit_tokenizer(name, {"train": text}, 50, tmp_path)
         pieces = [tokenizer.encode(block) for block in train.blocks(text, size=100)]
@@ -424,24 +424,27 @@ def test_an_epoch_visits_every_window_once_and_each_epoch_in_another_order(tmp_p
     assert sorted(torch.cat(halves).tolist()) == sorted(idx.tolist())
 
 
-def write_gpt2_ranks(directory):
+def write_gpt2_ranks(directory, monkeypatch):
     """A file of GPT-2's format with every byte and three merges."""
     ranks = [bytes([i]) for i in range(256)] + [b"th", b"the", b"\n\n"]
     lines = (f"{base64.b64encode(r).decode()} {i}\n" for i, r in enumerate(ranks))
     (directory / "gpt2.tiktoken").write_text("".join(lines))
+    monkeypatch.setattr(train, "GPT2_RANKS", ("http://127.0.0.1:9/ranks",))  # of no known checksum
 
 
-def test_gpt2_ranks_put_by_hand_are_used_and_their_absence_is_explained(tmp_path, monkeypatch):
-    import tiktoken
-    write_gpt2_ranks(tmp_path)
+def test_gpt2_ranks_are_checked_and_their_absence_is_explained(tmp_path, monkeypatch):
+    import tiktoken_ext.openai_public
+    url, _, sha256 = train.GPT2_RANKS
+    assert all(part in inspect.getsource(tiktoken_ext.openai_public) for part in (url, sha256))
+    (tmp_path / "gpt2.tiktoken").write_text("dGhl 0\n")
+    with pytest.raises(UserError, match="gpt2.tiktoken should have 835,554 bytes and has 7"):
+        train.GPT2Tokenizer(tmp_path)
+    write_gpt2_ranks(tmp_path, monkeypatch)
     tokenizer = train.GPT2Tokenizer(tmp_path)
     tokenizer = pickle.loads(pickle.dumps(tokenizer))  # as it goes to the processes that build a cache
     assert tokenizer.encode("the é") == [257, 32, 0xC3, 0xA9] and tokenizer.decode(tokenizer.encode("the é\n")) == "the é\n"
-
-    def offline(name):
-        raise ConnectionError
-    monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    with pytest.raises(UserError, match="put gpt2.tiktoken .* or use --tokenizer=char"):
+    assert tokenizer.vocab_size == tokenizer.bpe.n_vocab
+    with pytest.raises(UserError, match="Put http://127.0.0.1:9/ranks at .*empty/gpt2.tiktoken by hand, .*--tokenizer=char"):
         train.GPT2Tokenizer(tmp_path / "empty")
 
 
@@ -474,25 +477,24 @@ def test_downloads_are_whole_or_not_there(server, tmp_path, monkeypatch):
     Server.files["/text"] = b"abc" * 1000
     sha = hashlib.sha256(b"abc" * 1000).hexdigest()
     path = tmp_path / "text.txt"
-    for fields, message in (({"size": 2999}, "should have 2,999 bytes"), ({"sha256": "0" * 64}, "another SHA-256")):
-        with pytest.raises(UserError, match=message):
-            train.download(f"{server}/text", path, **fields)
     monkeypatch.setattr(Server, "cut", 500)
-    with pytest.raises(UserError, match="ended after 2,500 of 3,000 bytes"):
-        train.download(f"{server}/text", path)
+    with pytest.raises(UserError, match="got only 2500 out of 3000 bytes"):
+        train.download(path, f"{server}/text")
     monkeypatch.setattr(Server, "cut", 0)
     assert not list(tmp_path.iterdir())
-    train.download(f"{server}/text", path, 3000, sha)
+    train.download(path, f"{server}/text", 3000, sha)
     assert path.read_bytes() == b"abc" * 1000
+    with pytest.raises(UserError, match="another SHA-256 .* delete it"):
+        train.download(path, f"{server}/text", 3000, "0" * 64)
     path.write_bytes(b"abc")
-    with pytest.raises(UserError, match="delete it"):
-        train.download(f"{server}/text", path, 3000, sha)
+    with pytest.raises(UserError, match="should have 3,000 bytes and has 3: delete it"):
+        train.download(path, f"{server}/text", 3000, sha)
 
 
 def test_without_a_network_one_sentence_names_the_address_the_file_and_the_way_out(server, tmp_path):
     for url in (f"{server}/missing", "http://127.0.0.1:9/closed"):
         with pytest.raises(UserError) as error:
-            train.download(url, tmp_path / "file")
+            train.download(tmp_path / "file", url)
         for part in (url, str(tmp_path / "file"), "--dataset=python-docs"):
             assert part in str(error.value)
 
