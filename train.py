@@ -65,8 +65,6 @@ class Options:
         check_at_least(self, 0, "max_steps", "stride", "lr", "muon_lr", "weight_decay", "grad_clip", "warmup_steps", "seed")
         if not 0 <= self.beta2 < 1 or not 0 <= self.decay_share <= 1:
             raise UserError(f"--beta2={self.beta2} --decay_share={self.decay_share}: expected shares, beta2 below 1")
-        if self.resume and self.overwrite:
-            raise UserError("--resume and --overwrite: choose one")
 
 
 def check_at_least(config, least, *names, most=math.inf):
@@ -1077,13 +1075,14 @@ class Run:
     def load(self):
         """Go on from ckpt.pt: everything that `save` put there, and the rows of log.csv up to its step."""
         ckpt = load_checkpoint(self.out, self.name)
-        changed = [f"{k}: {ckpt['config'].get(k)} there, {v} here" for k, v in vars(self.config).items()
-                   if ckpt["config"].get(k) != v]
         try:
+            there = ckpt["config"] | {"optimizer": ckpt["options"]["optimizer"]}
+            here = vars(self.config) | {"optimizer": self.options.optimizer}
+            changed = [f"{k}: {there.get(k)} there, {v} here" for k, v in here.items() if there.get(k) != v]
             if changed or ckpt["tokenizer"] != self.data.tokenizer.spec:
                 raise ValueError("; ".join(changed) or "another tokenizer")
             self.model.load_state_dict(ckpt["weights"])
-            for optimizer, state in zip(self.optimizers, ckpt["optimizers"], strict=True):  # rates: the command line's
+            for optimizer, state in zip(self.optimizers, ckpt["optimizers"]):  # rates: the command line's
                 optimizer.load_state_dict(state | {"param_groups": optimizer.state_dict()["param_groups"]})
             self.step, self.tokens, self.best = ckpt["step"], ckpt["tokens"], ckpt["best"]
             if len(ckpt["rng"]) == self.world:
@@ -1315,44 +1314,54 @@ def evaluate(path, e, tokenizer, block_size, settings):
 # Starting a run, or a sweep of them.
 
 def read_config(out):
-    """The config.json of a run directory, or None."""
+    """The config.json of a run directory, or None where there is none."""
     path = out / "config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        return {name: saved[name] for name in ("model", "preset", "config", "options")}
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"{path} is damaged: add --overwrite to start again, or choose another --out_dir") from None
 
 
 def launch(name, module, preset, given):
     """Train one run: the preset's fields under the `given` ones; with resume, the saved run's under the given ones."""
     default = next(iter(module.PRESETS))
     out = Path(given.get("out_dir") or f"out/{name}-{preset or default}")
-    saved, values = read_config(out), module.PRESETS[preset or default]
-    if saved and given.get("resume"):
+    values, resume, overwrite = module.PRESETS[preset or default], given.get("resume"), given.get("overwrite")
+    if resume and overwrite:
+        raise UserError("--resume and --overwrite: choose one")
+    saved = None if overwrite else read_config(out)
+    if saved and not resume:
+        raise UserError(f"{out} already holds a run: add --resume to go on with it, --overwrite to start again, or choose "
+                        f"another --out_dir")
+    if resume and not saved:
+        raise UserError(f"{out} holds no run to resume: there is no config.json")
+    if saved:
         if saved["model"] != name or preset not in (None, saved["preset"]):
             raise UserError(f"{out} holds a run of {saved['model']}-{saved['preset']}, not of {name}-{preset or default}")
         preset, values = saved["preset"], saved["config"] | saved["options"] | {"overwrite": False}
-    elif saved and not given.get("overwrite"):
-        raise UserError(f"{out} already holds a run: add --resume to go on with it, --overwrite to start again, or choose "
-                        f"another --out_dir")
     fields = split_fields(values | given | {"out_dir": str(out)}, module.Config, Options)
     out.mkdir(parents=True, exist_ok=True)
     module.train_model(Run(name, preset or default, module.Config(**fields[0]), Options(**fields[1]), module.SHOW))
 
 
 def sweep(name, module, preset, given, sweep_name, seeds):
-    """Train every condition of a sweep with every seed, skipping what is finished; then the script's own report."""
+    """Train every condition of a sweep with every seed, resuming what is there; then the script's own report."""
     out = Path(given.get("out_dir") or f"out/{name}-{preset or next(iter(module.PRESETS))}-{sweep_name}")
-    resume, first, runs = not given.get("overwrite"), os.environ.get("RANK", "0") == "0", {}
+    first, runs = os.environ.get("RANK", "0") == "0", {}
     conditions, report = module.SWEEPS[sweep_name]
-    for condition, fields in conditions.items():
-        for seed in seeds:
-            path = runs[condition, seed] = out / f"{condition}-seed{seed}"
-            values = given | fields | {"seed": seed, "out_dir": str(path), "resume": resume}
-            saved = read_config(path) if resume else None
-            for k, was in (saved["config"] | saved["options"]).items() if saved else ():
-                if values.get(k, was) != was and k not in ("resume", "out_dir"):
-                    raise UserError(f"{path} was trained with --{k}={was}: choose another --out_dir for --{k}={values[k]}")
-            if first:
-                print(f"--- {condition}, seed {seed}", flush=True)
-            launch(name, module, preset, values)
+    for (condition, fields), seed in itertools.product(conditions.items(), seeds):
+        path = runs[condition, seed] = out / f"{condition}-seed{seed}"
+        values = given | fields | {"seed": seed}
+        saved = None if given.get("overwrite") else read_config(path)
+        for k, was in (saved["config"] | saved["options"]).items() if saved else ():
+            if values.get(k, was) != was and k not in ("resume", "out_dir"):
+                raise UserError(f"{path} was trained with --{k}={was}: choose another --out_dir for --{k}={values[k]}")
+        if first:
+            print(f"--- {condition}, seed {seed}", flush=True)
+        launch(name, module, preset, values | {"out_dir": str(path), "resume": saved is not None})
     if first:
         report(runs, out)
 
@@ -1373,16 +1382,15 @@ def main(argv):
     presets = [f"  {name}: {' '.join(f'--{k}={v}' for k, v in fields.items())}" for name, fields in module.PRESETS.items()]
     parser = Parser(usage, module.Config, Options,
                     epilog="\n".join(["presets, the first by default, and what they set:", *presets]).replace("%", "%%"))
-    for what, known in (("preset", module.PRESETS), ("sweep", module.SWEEPS)):
-        parser.add_argument(f"--{what}", help=f"one of {', '.join(known)}")
-    parser.add_argument("--seeds", type=seed_list, default=[42], help="of a sweep, as in 42,101,202 [42]")
+    parser.add_argument("--preset", choices=module.PRESETS)
+    parser.add_argument("--sweep", choices=module.SWEEPS)
+    parser.add_argument("--seeds", type=seed_list, help="of a sweep, as in 42,101,202 [the one of --seed]")
     given = parser.parse(argv)
     preset, sweep_name, seeds = (given.pop(k) for k in ("preset", "sweep", "seeds"))
-    for what, value, known in (("preset", preset, module.PRESETS), ("sweep", sweep_name, module.SWEEPS)):
-        if value is not None and value not in known:
-            raise UserError(f"--{what}={value}: no such {what}; {nearest(value, known)}")
+    if seeds and not sweep_name:
+        raise UserError("--seeds belongs to a sweep: add --sweep=NAME, or choose one --seed")
     if sweep_name:
-        sweep(name, module, preset, given, sweep_name, seeds)
+        sweep(name, module, preset, given, sweep_name, seeds or [given.get("seed", Options.seed)])
     else:
         launch(name, module, preset, given)
 

@@ -64,8 +64,8 @@ def test_help_lists_every_field_with_its_meaning(capsys):
 
 @pytest.mark.parametrize("argv, message", [
     (["looped_gtp"], "did you mean looped_gpt?"),
-    (["looped_gpt", "--preset=44"], "did you mean 44m?"),
-    (["looped_gpt", "--sweep=table2"], "did you mean table1?"),
+    (["looped_gpt", "--preset=44"], "invalid choice: '44' (choose from"),
+    (["looped_gpt", "--sweep=table2"], "invalid choice: 'table2' (choose from"),
     (["looped_gpt", "--max_step=3"], "did you mean --max_steps"),
     (["looped_gpt", "--readout=rms"], "choose from"),
     (["looped_gpt", "--lr=fast"], "--lr: invalid float value"),
@@ -74,6 +74,8 @@ def test_help_lists_every_field_with_its_meaning(capsys):
     (["looped_gpt", "--batch_size=0"], "--batch_size=0"),
     (["looped_gpt", "--lr=nan"], "--lr=nan"),
     (["looped_gpt", "--seeds=1,x", "--sweep=table1"], "--seeds: invalid seed_list value: '1,x'"),
+    (["looped_gpt", "--max_steps=1", "--seeds=1,2"], "--seeds belongs to a sweep"),
+    (["looped_gpt", "--max_steps=1", "--resume"], "run holds no run to resume"),
     (["looped_gpt", "--dataset=shakespear"], "did you mean shakespeare?"),
     (["looped_gpt", "--device=tpu"], "--device=tpu cannot be used here"),
     (["looped_gpt", "--seed=-1"], "--seed=-1"),
@@ -147,6 +149,25 @@ def test_resuming_is_bit_for_bit_and_needs_only_the_directory(command, tmp_path,
     assert losses(whole) == losses(tmp_path / "stopped")
 
 
+def test_a_run_killed_before_its_first_checkpoint_starts_again(command, tmp_path):
+    whole = command(out="whole")
+    before = weights(whole)
+    for name in ("ckpt.pt", "best.pt", "log.csv"):
+        (whole / name).unlink()
+    train.main(["looped_gpt", f"--out_dir={whole}", "--resume"])
+    assert_same_weights(before, weights(whole))
+
+
+def test_a_damaged_config_is_one_line_that_names_it(command, capsys, tmp_path):
+    out = command("--max_steps=1")
+    for text in ("", '{"model": "looped_gpt", "pre', "[]", "{}"):
+        (out / "config.json").write_text(text)
+        for argv in ([], ["--resume"]):
+            assert f"{out}/config.json is damaged: add --overwrite" in error_of(capsys, "looped_gpt", f"--out_dir={out}", *argv)
+    command("--overwrite", "--max_steps=1")
+    assert json.loads((out / "config.json").read_text())["model"] == "looped_gpt"
+
+
 def test_resuming_takes_what_the_command_line_says_now(command):
     interrupt_after(2, command, out="run")
     out = command("--resume", "--lr=0.5", "--max_steps=4")
@@ -176,9 +197,9 @@ def test_killed_anywhere_a_run_resumes_to_the_same_weights(tmp_path, data_dir):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([*argv, f"--out_dir={tmp_path}/whole"], cwd=ROOT, env=environment, check=True, capture_output=True)
     draw, kills, steps = random.Random(0), int(os.environ.get("KILLS", 2)), []
-    run = [*argv, f"--out_dir={tmp_path}/killed", "--resume"]
-    for _ in range(kills):
-        process = subprocess.Popen(run, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    run = [*argv, f"--out_dir={tmp_path}/killed"]
+    for kill in range(kills):
+        process = subprocess.Popen(run + ["--resume"] * (kill > 0), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         for line in process.stdout:  # let it take a few steps, then kill it at a random moment of the next one
             if line.startswith("step") and draw.random() < 0.5:
                 break
@@ -187,7 +208,7 @@ def test_killed_anywhere_a_run_resumes_to_the_same_weights(tmp_path, data_dir):
         process.communicate()
         checkpoint = tmp_path / "killed" / "ckpt.pt"
         steps.append(train.load_checkpoint(checkpoint, "looped_gpt")["step"] if checkpoint.exists() else 0)
-    subprocess.run(run, cwd=ROOT, env=environment, check=True, capture_output=True)
+    subprocess.run([*run, "--resume"], cwd=ROOT, env=environment, check=True, capture_output=True)
     print("checkpoints after each kill:", steps)
     assert steps[-1] < 60 and steps == sorted(steps)
     assert_same_weights(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
@@ -212,7 +233,8 @@ def test_damaged_foreign_and_pickled_checkpoints_are_refused(command, capsys, tm
     before = (out / "config.json").read_text()
     assert "does not fit" in error_of(capsys, "looped_gpt", f"--out_dir={out}", "--resume", "--max_steps=9")
     (out / "ckpt.pt").write_bytes(good)
-    assert "does not fit" in error_of(capsys, "looped_gpt", f"--out_dir={out}", "--resume", "--optimizer=muon")
+    error = error_of(capsys, "looped_gpt", f"--out_dir={out}", "--resume", "--optimizer=muon")
+    assert "optimizer: adamw there, muon here" in error
     assert (out / "config.json").read_text() == before
     assert "no such checkpoint" in error_of(capsys, tmp_path / "nowhere", main=looped_gpt.main)
 
@@ -310,7 +332,7 @@ def test_the_sweep_trains_seven_conditions_once_and_tabulates_them(tmp_path, dat
     train.main(argv)  # finished runs are kept
     assert before == (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
     assert "was trained with --lr=0.003" in error_of(capsys, *argv, "--lr=0.1")
-    train.main([*argv, "--overwrite", "--max_steps=1", "--seeds=1"])
+    train.main([*argv[:-2], f"--out_dir={tmp_path}", "--overwrite", "--max_steps=1", "--seed=1"])  # a sweep of one seed
     assert {r["seeds"] for r in train.read_csv(tmp_path / "table1.csv")} == {1}
     assert before != (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
 
