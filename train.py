@@ -10,8 +10,9 @@ In the order below: options and command line, text and tokenizers, batches, cros
 schedule, log, checkpoint), evaluation, sweeps. A script brings `Config`, `PRESETS`, `SWEEPS`, `SHOW` and
 `train_model(run)`, its visible training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
 """
-import argparse, base64, collections, contextlib, csv, dataclasses, difflib, functools, hashlib, http.client, importlib, inspect
-import io, itertools, json, math, multiprocessing, os, pydoc_data.topics, re, signal, sys, time, urllib.request, zipfile
+import argparse, base64, collections, contextlib, csv, dataclasses, difflib, functools, hashlib, http.client, importlib
+import inspect, io, itertools, json, math, multiprocessing, os, pydoc_data.topics, re, signal, sys, time, urllib.request
+import zipfile
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -150,7 +151,7 @@ def whole_file(path, mode="wb"):
 
 def write_json(path, value):
     with whole_file(path, "w") as f:
-        json.dump(value, f, indent=1, ensure_ascii=False)
+        json.dump(value, f, indent=1, ensure_ascii=False, default=str)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -308,8 +309,6 @@ class HubTokenizer:
             self.bpe = library.Tokenizer.from_str(files["tokenizer.json"])
             config = json.loads(files.get("tokenizer_config.json", "{}"))
             template = files.get("chat_template.jinja") or config.get("chat_template")
-            if isinstance(template, list):  # several, by name
-                template = {t["name"]: t["template"] for t in template}["default"]
             environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
             self.template = environment.from_string(template) if template else None
         except Exception as error:  # the library raises plain Exceptions
@@ -370,11 +369,9 @@ def fit_tokenizer(name, texts, vocab_size, data_dir):
     """char: every character of every split. regex: the most frequent types of the training split, ties alphabetical."""
     if name == "gpt2":
         return GPT2Tokenizer(data_dir)
-    counts = collections.Counter()
-    for split, text in texts.items():
-        if split == "train" or name == "char":
-            for part in map_blocks(functools.partial(count_types, name), text):
-                counts.update(part)
+    text, counts = "".join(texts.values()) if name == "char" else texts["train"], collections.Counter()
+    for part in map_blocks(functools.partial(count_types, name), text):
+        counts.update(part)
     if name == "char":
         return Tokenizer(name, sorted(counts))
     types = sorted((t for t, n in counts.items() if n >= 2), key=lambda t: (-counts[t], t))
@@ -445,8 +442,8 @@ class TextData:
     def permutation(self, epoch):
         return np.random.default_rng([self.options.seed, 1 << 32, epoch]).permutation(self.windows)
 
-    def batch(self, split, i, rank=0, world=1):
-        starts = self.starts(split, i)[rank::world]
+    def batch(self, split, i):
+        starts = self.starts(split, i)
         rows = torch.from_numpy(self.tokens[split][starts[:, None] + np.arange(self.T + 1)].astype(np.int64))
         return rows[:, :-1], rows[:, 1:]
 
@@ -493,9 +490,8 @@ class AdditionData:
         targets[:, :2 * self.digits + 1] = -1
         return rows[:, :-1], targets
 
-    def batch(self, split, i, rank=0, world=1):
-        a, b = self.operands(split, i, self.options.batch_size)
-        return self.encode(a[rank::world], b[rank::world])
+    def batch(self, split, i):
+        return self.encode(*self.operands(split, i, self.options.batch_size))
 
 
 class RunningSumData:
@@ -507,9 +503,9 @@ class RunningSumData:
         self.tokenizer = Tokenizer("char", [chr(ord("0") + i) for i in range(self.vocab_size)])
         self.batches_per_epoch = max(1, 2 ** min(self.T, 20) // options.batch_size)
 
-    def batch(self, split, i, rank=0, world=1):
+    def batch(self, split, i):
         rng = np.random.default_rng([self.options.seed, i] if split == "train" else [i])
-        bits = torch.from_numpy(rng.integers(0, 2, (self.options.batch_size, self.T)))[rank::world]
+        bits = torch.from_numpy(rng.integers(0, 2, (self.options.batch_size, self.T)))
         return bits, bits.cumsum(1) % self.vocab_size
 
 
@@ -530,7 +526,9 @@ class StateTrackData:
 
     def __init__(self, options, config):
         self.options, self.tokenizer, self.vocab_size = options, Tokenizer("words", self.vocab), len(self.vocab)
-        self.T = max(config.block_size, self.length("registers", 8))
+        length = lambda task, size: len(self.tokenizer.encode(self.program(task, 0, size)[0]))
+        self.T = max(config.block_size, length("registers", 8))
+        self.fitting = {task: [size for size in sizes if length(task, size) <= self.T] for task, sizes in self.sizes.items()}
         self.batches_per_epoch = max(1, 1_000_000 // options.batch_size)
 
     def program(self, task, i, size, writes=16):
@@ -551,22 +549,18 @@ class StateTrackData:
         lines = "".join(f"r{register} = {bit}\n" for register, bit in zip(order, bits))
         return f"{lines}{noops}query = r{query}\nValue:", int(bits[order == query][-1]), str(i)
 
-    @functools.cache
-    def length(self, task, size):
-        return len(self.tokenizer.encode(self.program(task, 0, size)[0]))
-
-    def batch(self, split, i, rank=0, world=1):
+    def batch(self, split, i):
         """Each row a random program of a random task, of a size that fits into T tokens."""
         n, rng = self.options.batch_size, np.random.default_rng([self.options.seed, i] if split == "train" else [i])
         idx, targets = torch.zeros(n, self.T, dtype=torch.int64), torch.full((n, self.T), -1)
         for row in range(n):
             task = rng.choice(list(self.sizes))
-            size = rng.choice([s for s in self.sizes[task] if self.length(task, s) <= self.T])
+            size = rng.choice(self.fitting[task])
             text, label, _ = self.program(task, int(rng.integers(1 << 40)), int(size))
             tokens = self.tokenizer.encode(text)
             idx[row, :len(tokens)] = torch.tensor(tokens)
             targets[row, len(tokens) - 1] = self.tokenizer.ids[self.answers[task][label]]
-        return idx[rank::world], targets[rank::world]
+        return idx, targets
 
 
 SYSTEM = "You are a helpful assistant who reasons carefully before giving the answer."  # of every chat
@@ -644,16 +638,15 @@ class AnswerData:
         for text in (text for column in columns for text in column):
             digest.update(json.dumps(text).encode() + b"\n")
         cache = Path(options.data_dir) / f"answers-{digest.hexdigest()[:16]}.npz"
-        try:
-            with np.load(cache) as saved:
-                self.tokens, self.ends, self.firsts = saved["tokens"], saved["ends"], saved["firsts"]
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-            self.tokens, self.ends, self.firsts, counts = encode_answers(self.tokenizer, *columns, self.T)
+        if not cache.exists():
             cache.parent.mkdir(parents=True, exist_ok=True)
+            tokens, ends, firsts, counts = encode_answers(self.tokenizer, *columns, self.T)
             with whole_file(cache) as f:
-                np.savez(f, tokens=self.tokens, ends=self.ends, firsts=self.firsts)
-            print(f"{options.dataset}: {len(columns[0]):,} rows, {len(self.ends):,} used" +
+                np.savez(f, tokens=tokens, ends=ends, firsts=firsts)
+            print(f"{options.dataset}: {len(columns[0]):,} rows, {len(ends):,} used" +
                   "".join(f", {n:,} {what}" for what, n in counts.items() if n))
+        with np.load(cache) as saved:
+            self.tokens, self.ends, self.firsts = saved["tokens"], saved["ends"], saved["firsts"]
         if len(self.ends) < 50:
             raise UserError(f"--dataset={options.dataset}: {len(self.ends)} usable rows; every 50th is held out: give more")
         held_out = np.arange(len(self.ends)) % 50 == 49
@@ -676,7 +669,7 @@ class AnswerData:
         lengths = np.diff(self.ends, prepend=0)[drawn]
         return drawn[np.argsort(lengths, kind="stable")][i * o.batch_size:][:o.batch_size]
 
-    def batch(self, split, i, rank=0, world=1):
+    def batch(self, split, i):
         rows = self.rows(split, i)
         starts = self.ends[rows - 1] * (rows > 0)
         lengths = self.ends[rows] - starts
@@ -685,7 +678,7 @@ class AnswerData:
         for j, (start, n, first) in enumerate(zip(starts, lengths, self.firsts[rows])):
             tokens = torch.from_numpy(self.tokens[start:start + n].astype(np.int64))
             idx[j, :n - 1], targets[j, first - 1:n - 1] = tokens[:-1], tokens[first:]
-        return idx[rank::world], targets[rank::world]
+        return idx, targets
 
 
 def load_data(options, config):
@@ -970,18 +963,19 @@ class Run:
         self.asked = number
         self.say(" stopping: saving first (again: at once, keeping the last checkpoint)")
 
-    def to_device(self, *tensors):
+    def to_device(self, batch):
+        """This process's rows of a batch (idx, targets)."""
+        rows = [t[self.rank::self.world] for t in batch]
         if self.device.type == "cuda":  # pinned, so that the copy runs beside the computation
-            return [t.pin_memory().to(self.device, non_blocking=True) for t in tensors]
-        return [t.to(self.device) for t in tensors]
+            return [t.pin_memory().to(self.device, non_blocking=True) for t in rows]
+        return [t.to(self.device) for t in rows]
 
     def batches(self):
         """This step's grad_accum micro-batches (idx, targets), this process's rows of them."""
         for i in range(self.options.grad_accum):
-            position = (self.step - 1) * self.options.grad_accum + i
-            idx, targets = self.data.batch("train", position, self.rank, self.world)
-            self.tokens += idx.numel() * self.world
-            yield self.to_device(idx, targets)
+            batch = self.data.batch("train", (self.step - 1) * self.options.grad_accum + i)
+            self.tokens += batch[0].numel()
+            yield self.to_device(batch)
 
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -1015,8 +1009,7 @@ class Run:
         total, n = collections.Counter(), self.options.eval_batches
         for i in range(n):
             with self.autocast():
-                batch = self.to_device(*self.data.batch("val", i, self.rank, self.world))
-                loss, metrics = self.model.loss(*batch)
+                loss, metrics = self.model.loss(*self.to_device(self.data.batch("val", i)))
             for name, value in {"loss": loss, **metrics}.items():
                 total[f"val_{name}"] += self.mean(value) / n
         self.model.train()
@@ -1268,9 +1261,6 @@ def harness_adapter(tokenizer, block_size, score, generate, eval_rows):
 
         def apply_chat_template(self, chat_history, add_generation_prompt=True):
             return tokenizer.chat(chat_history, add_generation_prompt)
-
-        def chat_template(self, chat_template=False):
-            return "tokenizer_config.json's" if chat_template else ""
     return Adapter()
 
 
@@ -1280,16 +1270,12 @@ def evaluate(path, e, tokenizer, block_size, settings):
     each and add the results to eval.json beside the run. A tokenizer's chat template is used if there is one."""
     optional("lm_eval")
     from lm_eval import simple_evaluate, tasks, utils
-    files = [Path(name) for name in e.eval.split(",") if name.endswith(".yaml")]
-    if absent := [str(file) for file in files if not file.is_file()]:
-        raise UserError(f"--eval={absent[0]}: no such file")
-    manager = tasks.TaskManager(include_path=sorted({str(file.parent) for file in files}) or None)
-    names = e.eval.split(",")
-    for i, name in enumerate(names):
+    manager, names = tasks.TaskManager(), e.eval.split(",")
+    for name in names:
         if name.endswith(".yaml"):
-            found = re.search(r"^task:\s*(\S+)", Path(name).read_text(encoding="utf-8"), re.M)
-            names[i] = name = found[1].strip("\"'") if found else name
-        if name not in manager.all_tasks:
+            if not Path(name).is_file():
+                raise UserError(f"--eval={name}: no such file")
+        elif name not in manager.all_tasks:
             raise UserError(f"--eval={name}: lm-evaluation-harness has no such task; {nearest(name, manager.all_tasks)}")
     out = run_directory(path) / "eval.json"
     results = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
@@ -1305,7 +1291,7 @@ def evaluate(path, e, tokenizer, block_size, settings):
             raise UserError(f"--eval={e.eval}: a task's data could not be read: {reason}") from None
         print(f"{path}, {label}\n{utils.make_table(found)}", flush=True)
         for task, values in found["results"].items():
-            results.setdefault(task, {})[label] = json.loads(json.dumps(values, default=str))
+            results.setdefault(task, {})[label] = values
         write_json(out, results)
     print(f"written to {out}")
 
