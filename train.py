@@ -140,7 +140,7 @@ def whole_file(path, mode="wb"):
     """open(path, mode), but flushed to disk and renamed at the end: `path` is never half-written, even if we are killed."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8", "newline": ""})) as f:
+        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
@@ -245,14 +245,15 @@ def map_blocks(function, text):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tokenizers: encode(text) -> list of int, decode(ids) -> text, `spec` to rebuild them from a checkpoint.
+# Tokenizers: encode(text) -> list of int, decode(ids) -> text, `spec` to rebuild them from a checkpoint, `eos` (the token
+# that ends a text) and the chat `template`, or None.
 
 class Tokenizer:
     """A list of types. char: one token per character, and an unknown one is an error. regex: the paper's (arXiv
     2606.24898), runs of white space, words, single other characters; an unknown one becomes <unk>, which cannot be undone."""
     patterns = {"char": re.compile(r"(?s)."), "regex": re.compile(r"\s+|[A-Za-z0-9_]+|[^\w\s]|\w"),  # |\w: beyond ASCII
                 "words": re.compile(r"\n| ?\w+| ?[^\w\s]+")}  # statetrack's programs
-    specials = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    specials, eos, template = ["<pad>", "<bos>", "<eos>", "<unk>"], None, None
 
     def __init__(self, name, vocab):
         self.split, self.vocab, self.ids = self.patterns[name].findall, vocab, {t: i for i, t in enumerate(vocab)}
@@ -275,7 +276,7 @@ class Tokenizer:
 class GPT2Tokenizer:
     """GPT-2's byte-level BPE through tiktoken: 50,257 types, round-trips every text. The package openai-whisper holds the
     file of ranks too, as whisper/assets/gpt2.tiktoken."""
-    spec, eos, vocab_size = {"name": "gpt2"}, 50_256, 50_257
+    spec, eos, template, vocab_size = {"name": "gpt2"}, 50_256, None, 50_257
 
     def __init__(self, data_dir="data"):
         import tiktoken
@@ -443,8 +444,8 @@ class TextData:
         return np.random.default_rng([self.options.seed, 1 << 32, epoch]).permutation(self.windows)
 
     def batch(self, split, i):
-        starts = self.starts(split, i)
-        rows = torch.from_numpy(self.tokens[split][starts[:, None] + np.arange(self.T + 1)].astype(np.int64))
+        positions = self.starts(split, i)[:, None] + np.arange(self.T + 1)
+        rows = torch.from_numpy(self.tokens[split][positions].astype(np.int64))
         return rows[:, :-1], rows[:, 1:]
 
 
@@ -571,16 +572,14 @@ def read_problems(dataset):
     kind = {".jsonl": "json", ".parquet": "parquet"}.get(Path(dataset).suffix)
     if kind and not Path(dataset).is_file():
         raise UserError(f"--dataset={dataset}: no such file")
+    load = optional("datasets").load_dataset if kind != "json" else None
     try:
         if kind == "json":
             with open(dataset, encoding="utf-8") as f:
                 rows = [json.loads(line) for line in f if line.strip()]
             return [[row.get(name) for row in rows] for name in ("problem", "solution") if any(name in row for row in rows)]
-        source = dict(path=kind, data_files=dataset) if kind else dict(path=dataset)
-        rows = optional("datasets").load_dataset(**source, split="train")
+        rows = load(kind or dataset, data_files=dataset if kind else None, split="train")
         return [rows[name][:] for name in ("problem", "solution") if name in rows.column_names]
-    except UserError:
-        raise
     except Exception as error:  # network, hub, Arrow and JSON errors of all kinds
         reason = f"{type(error).__name__}, {' '.join(str(error).split())[:200]}"
         raise UserError(f"--dataset={dataset} cannot be read: {reason}") from None
@@ -1123,7 +1122,7 @@ def write_csv(path, rows):
     log = ["step", "tokens", "train_loss", "val_loss", "lr", "tokens_per_sec", "mfu"] if "step" in rows[0] else []
     columns = list(dict.fromkeys(log + [name for row in rows for name in row]))
     with whole_file(path, "w") as f:
-        writer = csv.DictWriter(f, columns)
+        writer = csv.DictWriter(f, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
@@ -1201,8 +1200,7 @@ def harness_adapter(tokenizer, block_size, score, generate, eval_rows):
 
     def prefix():
         """What stands before a text without a context."""
-        eos = getattr(tokenizer, "eos", None)
-        return [eos] if eos is not None else encode("\n")[:1]
+        return [tokenizer.eos] if tokenizer.eos is not None else encode("\n")[:1]
 
     def windows(tokens, n):
         """Pieces of at most block_size of tokens[n:], each as (tokens, context length) with all the context that fits."""
@@ -1251,7 +1249,7 @@ def harness_adapter(tokenizer, block_size, score, generate, eval_rows):
                 settings.append((n, tuple([until] if isinstance(until, str) else until)))
             order = sorted(range(len(requests)), key=lambda i: (settings[i], len(prompts[i])))
             for (n, until), group in itertools.groupby(order, key=lambda i: settings[i]):
-                stop = {getattr(tokenizer, "eos", None)} | {tokens[0] for tokens in map(encode, until) if len(tokens) == 1}
+                stop = {tokenizer.eos} | {tokens[0] for tokens in map(encode, until) if len(tokens) == 1}
                 group = list(group)
                 for batch in (group[i:i + eval_rows] for i in range(0, len(group), eval_rows)):
                     for i, tokens in zip(batch, generate([prompts[i] for i in batch], n, stop)):
@@ -1279,7 +1277,7 @@ def evaluate(path, e, tokenizer, block_size, settings):
             raise UserError(f"--eval={name}: lm-evaluation-harness has no such task; {nearest(name, manager.all_tasks)}")
     out = run_directory(path) / "eval.json"
     results = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    chat = getattr(tokenizer, "template", None) is not None
+    chat = tokenizer.template is not None
     for label, (score, generate) in settings.items():
         try:
             found = simple_evaluate(
