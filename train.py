@@ -57,7 +57,7 @@ class Options:
     seed: int = 42  # seeds initialisation, data order and dropout
     device: str = "auto"  # auto, cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where the hardware is fast at it
-    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile of the blocks; auto: on CUDA, and on CPUs above 10M weights
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile of the blocks; auto: on CUDA, on CPUs above 10M weights
     resume: bool = False  # go on from out_dir's last checkpoint
     overwrite: bool = False  # start again in an out_dir that holds a run
 
@@ -250,7 +250,7 @@ def map_blocks(function, text):
 
 class Tokenizer:
     """A list of types. char: one token per character, and an unknown one is an error. regex: the paper's (arXiv
-    2606.24898), runs of white space, words, single other characters; an unknown one becomes <unk>, which cannot be undone."""
+    2606.24898), runs of white space, words, single other characters; an unknown one becomes <unk>, and is lost."""
     patterns = {"char": re.compile(r"(?s)."), "regex": re.compile(r"\s+|[A-Za-z0-9_]+|[^\w\s]|\w"),  # |\w: beyond ASCII
                 "words": re.compile(r"\n| ?\w+| ?[^\w\s]+")}  # statetrack's programs
     specials, eos, template = ["<pad>", "<bos>", "<eos>", "<unk>"], None, None
@@ -322,7 +322,8 @@ class HubTokenizer:
     @classmethod
     def read(cls, directory):
         files = {path.name: path.read_bytes().decode("utf-8") for path in sorted(Path(directory or "?").glob("*.*"))
-                 if path.suffix in (".json", ".jinja", ".py", ".txt") and not path.name.endswith((".index.json", "eval.json"))}
+                 if path.suffix in (".json", ".jinja", ".py", ".txt")
+                 and not path.name.endswith((".index.json", "eval.json"))}
         if "tokenizer.json" not in files:
             raise UserError(f"--init_from={directory}: expected a Hugging Face directory, with tokenizer.json in it")
         return cls(files)
@@ -1083,8 +1084,9 @@ class Run:
                 if cuda is not None and self.device.type == "cuda":
                     torch.cuda.set_rng_state(cuda, self.device)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{self.out}/ckpt.pt does not fit {self.name}.py and these options: "
-                            f"{' '.join(str(error).split())[:200]}; resume it as it was, or choose another --out_dir") from None
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{self.out}/ckpt.pt does not fit {self.name}.py and these options: {reason}; resume it as it "
+                            f"was, or choose another --out_dir") from None
         self.rows = [r for r in read_csv(self.out / "log.csv") if r["step"] <= self.step]
         self.say(f"resuming after step {self.step}")
 

@@ -164,7 +164,8 @@ def test_a_damaged_config_is_one_line_that_names_it(command, capsys, tmp_path):
     for text in ("", '{"model": "looped_gpt", "pre', "[]", "{}"):
         (out / "config.json").write_text(text)
         for argv in ([], ["--resume"]):
-            assert f"{out}/config.json is damaged: add --overwrite" in error_of(capsys, "looped_gpt", f"--out_dir={out}", *argv)
+            error = error_of(capsys, "looped_gpt", f"--out_dir={out}", *argv)
+            assert f"{out}/config.json is damaged: add --overwrite" in error
     command("--overwrite", "--max_steps=1")
     assert json.loads((out / "config.json").read_text())["model"] == "looped_gpt"
 
@@ -200,7 +201,8 @@ def test_killed_anywhere_a_run_resumes_to_the_same_weights(tmp_path, data_dir):
     draw, kills, steps = random.Random(0), int(os.environ.get("KILLS", 2)), []
     run = [*argv, f"--out_dir={tmp_path}/killed"]
     for kill in range(kills):
-        process = subprocess.Popen(run + ["--resume"] * (kill > 0), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(run + ["--resume"] * (kill > 0), cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+                                   text=True)
         for line in process.stdout:  # let it take a few steps, then kill it at a random moment of the next one
             if line.startswith("step") and draw.random() < 0.5:
                 break
