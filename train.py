@@ -1211,21 +1211,24 @@ def harness_adapter(tokenizer, block_size, score, generate, eval_rows):
             yield tokens[first:end], n - first
             n = end
 
+    def batches(items, key, length):
+        """(key, items) of at most eval_rows items that have this key, and similar lengths."""
+        for value, group in itertools.groupby(sorted(items, key=lambda item: (key(item), length(item))), key=key):
+            group = list(group)
+            yield from ((value, group[i:i + eval_rows]) for i in range(0, len(group), eval_rows))
+
     def log_likelihoods(texts):
         """For (tokens, context length) pairs: (sum of the log-probabilities behind the context, all of them greedy?)."""
         pieces = [(i, *piece) for i, text in enumerate(texts) for piece in windows(*text)]
-        pieces.sort(key=lambda piece: (piece[2], len(piece[1])))
         sums, greedy = [0.0] * len(texts), [True] * len(texts)
-        for n, group in itertools.groupby(pieces, key=lambda piece: piece[2]):
-            group = list(group)
-            for batch in (group[i:i + eval_rows] for i in range(0, len(group), eval_rows)):
-                T = len(batch[-1][1]) - 1
-                idx = torch.tensor([[*tokens[:-1], *[0] * (T + 1 - len(tokens))] for _, tokens, _ in batch])
-                for (i, tokens, _), logits in zip(batch, score(idx, n)):
-                    target = torch.tensor(tokens[n:], device=logits.device)
-                    logits = logits[:len(target)].to(torch.promote_types(logits.dtype, torch.float32))
-                    sums[i] -= F.cross_entropy(logits, target, reduction="sum").item()
-                    greedy[i] &= bool((logits.argmax(-1) == target).all())
+        for n, batch in batches(pieces, lambda piece: piece[2], lambda piece: len(piece[1])):
+            T = len(batch[-1][1]) - 1
+            idx = torch.tensor([[*tokens[:-1], *[0] * (T + 1 - len(tokens))] for _, tokens, _ in batch])
+            for (i, tokens, _), logits in zip(batch, score(idx, n)):
+                target = torch.tensor(tokens[n:], device=logits.device)
+                logits = logits[:len(target)].to(torch.promote_types(logits.dtype, torch.float32))
+                sums[i] -= F.cross_entropy(logits, target, reduction="sum").item()
+                greedy[i] &= bool((logits.argmax(-1) == target).all())
         return list(zip(sums, greedy))
 
     class Adapter(optional("lm_eval.api.model").LM):
@@ -1249,14 +1252,11 @@ def harness_adapter(tokenizer, block_size, score, generate, eval_rows):
                 n = min(wanted.get("max_gen_toks", 256), block_size // 2)
                 prompts.append((encode(context) or prefix())[-(block_size - n):])
                 settings.append((n, tuple([until] if isinstance(until, str) else until)))
-            order = sorted(range(len(requests)), key=lambda i: (settings[i], len(prompts[i])))
-            for (n, until), group in itertools.groupby(order, key=lambda i: settings[i]):
+            for (n, until), batch in batches(range(len(requests)), settings.__getitem__, lambda i: len(prompts[i])):
                 stop = {tokenizer.eos} | {tokens[0] for tokens in map(encode, until) if len(tokens) == 1}
-                group = list(group)
-                for batch in (group[i:i + eval_rows] for i in range(0, len(group), eval_rows)):
-                    for i, tokens in zip(batch, generate([prompts[i] for i in batch], n, stop)):
-                        tokens = tokens[:-1] if tokens[-1] in stop else tokens
-                        new[i] = re.split("|".join(map(re.escape, until)) or "$^", tokenizer.decode(tokens), maxsplit=1)[0]
+                for i, tokens in zip(batch, generate([prompts[i] for i in batch], n, stop)):
+                    tokens = tokens[:-1] if tokens[-1] in stop else tokens
+                    new[i] = re.split("|".join(map(re.escape, until)) or "$^", tokenizer.decode(tokens), maxsplit=1)[0]
             return new
 
         def apply_chat_template(self, chat_history, add_generation_prompt=True):
