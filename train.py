@@ -10,8 +10,9 @@ In the order below: options and command line, text and tokenizers, batches, cros
 schedule, log, checkpoint), evaluation, sweeps. A script brings `Config`, `PRESETS`, `SWEEPS`, `SHOW` and
 `train_model(run)`, its visible training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
 """
-import argparse, collections, contextlib, csv, dataclasses, difflib, functools, hashlib, http.client, importlib, inspect
-import io, itertools, json, math, multiprocessing, os, pydoc_data.topics, re, signal, sys, time, urllib.request, zipfile
+import argparse, base64, collections, contextlib, csv, dataclasses, difflib, functools, hashlib, http.client, importlib
+import inspect, io, itertools, json, math, multiprocessing, os, pydoc_data.topics, re, signal, sys, time, urllib.request
+import zipfile
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -56,7 +57,7 @@ class Options:
     seed: int = 42  # seeds initialisation, data order and dropout
     device: str = "auto"  # auto, cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where the hardware is fast at it
-    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile of the blocks; auto: on CUDA, and on CPUs above 10M weights
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile of the blocks; auto: on CUDA, on CPUs above 10M weights
     resume: bool = False  # go on from out_dir's last checkpoint
     overwrite: bool = False  # start again in an out_dir that holds a run
 
@@ -65,8 +66,6 @@ class Options:
         check_at_least(self, 0, "max_steps", "stride", "lr", "muon_lr", "weight_decay", "grad_clip", "warmup_steps", "seed")
         if not 0 <= self.beta2 < 1 or not 0 <= self.decay_share <= 1:
             raise UserError(f"--beta2={self.beta2} --decay_share={self.decay_share}: expected shares, beta2 below 1")
-        if self.resume and self.overwrite:
-            raise UserError("--resume and --overwrite: choose one")
 
 
 def check_at_least(config, least, *names, most=math.inf):
@@ -141,7 +140,7 @@ def whole_file(path, mode="wb"):
     """open(path, mode), but flushed to disk and renamed at the end: `path` is never half-written, even if we are killed."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8", "newline": ""})) as f:
+        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
@@ -152,7 +151,7 @@ def whole_file(path, mode="wb"):
 
 def write_json(path, value):
     with whole_file(path, "w") as f:
-        json.dump(value, f, indent=1, ensure_ascii=False)
+        json.dump(value, f, indent=1, ensure_ascii=False, default=str)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,33 +162,29 @@ DOWNLOADS = {  # address, size in bytes, SHA-256, where known
                     "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),
     "wikitext-2": ("https://wikitext.smerity.com/wikitext-2-raw-v1.zip", None, None),
     "wikitext-103": ("https://wikitext.smerity.com/wikitext-103-raw-v1.zip", 191984949, None)}
+GPT2_RANKS = ("https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken", 835554,
+              "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930")
 PARALLEL = 1 << 24  # texts from this many characters on are tokenized on all cores
 
 
-def download(url, path, size=None, sha256=None):
-    """Fetch url into path, whole or not at all. Its size and checksum are verified, also of a file put there by hand."""
-    def verify(p):
-        if size and p.stat().st_size != size:
-            raise UserError(f"{path} should have {size:,} bytes and has {p.stat().st_size:,}: delete it and try again")
-        if sha256 and hashlib.sha256(p.read_bytes()).hexdigest() != sha256:
-            raise UserError(f"{path} has another SHA-256 than the published file: delete it and try again")
+def download(path, url, size=None, sha256=None):
+    """Fetch url into path. Its size and checksum are verified, also of a file put there by hand."""
+    def progress(count, block, total):
+        print(f"\r{path.name}: {count * block / 1e6:.1f} of {total / 1e6:.1f} MB", end="", file=sys.stderr, flush=True)
 
-    if path.exists():
-        return verify(path)
-    try:
-        with urllib.request.urlopen(url, timeout=30) as reply, whole_file(path) as f:
-            total = int(reply.headers.get("Content-Length") or 0)
-            while chunk := reply.read(1 << 20):
-                f.write(chunk)
-                print(f"\r{path.name}: {f.tell() / 1e6:.1f} of {total / 1e6:.1f} MB", end="", file=sys.stderr, flush=True)
-            print(file=sys.stderr)
-            if f.tell() < total:
-                raise ConnectionError(f"the connection ended after {f.tell():,} of {total:,} bytes")
-            f.flush()
-            verify(Path(f.name))
-    except (OSError, http.client.HTTPException) as error:
-        raise UserError(f"no download: {error}. Put {url} at {path} by hand, or use --dataset=python-docs, which needs "
-                        f"none") from None
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with whole_file(path) as f:
+                urllib.request.urlretrieve(url, f.name, progress)
+                print(file=sys.stderr)
+        except (OSError, http.client.HTTPException) as error:
+            raise UserError(f"no download: {error}. Put {url} at {path} by hand, or use --dataset=python-docs "
+                            f"--tokenizer=char, which need none") from None
+    if size and path.stat().st_size != size:
+        raise UserError(f"{path} should have {size:,} bytes and has {path.stat().st_size:,}: delete it and try again")
+    if sha256 and hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+        raise UserError(f"{path} has another SHA-256 than the published file: delete it and try again")
 
 
 def find_source(dataset, data_dir):
@@ -197,9 +192,8 @@ def find_source(dataset, data_dir):
     if dataset == "python-docs":
         return Path(pydoc_data.topics.__file__)
     if dataset in DOWNLOADS:
-        url, size, sha256 = DOWNLOADS[dataset]
-        path = data_dir / f"{dataset}{Path(url).suffix}"
-        download(url, path, size, sha256)
+        path = data_dir / f"{dataset}{Path(DOWNLOADS[dataset][0]).suffix}"
+        download(path, *DOWNLOADS[dataset])
         return path
     if not Path(dataset).is_file():
         known = ("python-docs", *DOWNLOADS, "addition", "running-sum", "statetrack")
@@ -251,14 +245,15 @@ def map_blocks(function, text):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tokenizers: encode(text) -> list of int, decode(ids) -> text, `spec` to rebuild them from a checkpoint.
+# Tokenizers: encode(text) -> list of int, decode(ids) -> text, `spec` to rebuild them from a checkpoint, `eos` (the token
+# that ends a text) and the chat `template`, or None.
 
 class Tokenizer:
     """A list of types. char: one token per character, and an unknown one is an error. regex: the paper's (arXiv
-    2606.24898), runs of white space, words, single other characters; an unknown one becomes <unk>, which cannot be undone."""
+    2606.24898), runs of white space, words, single other characters; an unknown one becomes <unk>, and is lost."""
     patterns = {"char": re.compile(r"(?s)."), "regex": re.compile(r"\s+|[A-Za-z0-9_]+|[^\w\s]|\w"),  # |\w: beyond ASCII
                 "words": re.compile(r"\n| ?\w+| ?[^\w\s]+")}  # statetrack's programs
-    specials = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    specials, eos, template = ["<pad>", "<bos>", "<eos>", "<unk>"], None, None
 
     def __init__(self, name, vocab):
         self.split, self.vocab, self.ids = self.patterns[name].findall, vocab, {t: i for i, t in enumerate(vocab)}
@@ -279,24 +274,19 @@ class Tokenizer:
 
 
 class GPT2Tokenizer:
-    """GPT-2's byte-level BPE through tiktoken: 50,257 types, round-trips every text."""
-    spec, eos = {"name": "gpt2"}, 50_256
+    """GPT-2's byte-level BPE through tiktoken: 50,257 types, round-trips every text. The package openai-whisper holds the
+    file of ranks too, as whisper/assets/gpt2.tiktoken."""
+    spec, eos, template, vocab_size = {"name": "gpt2"}, 50_256, None, 50_257
 
     def __init__(self, data_dir="data"):
-        import tiktoken, tiktoken.load
-        from tiktoken_ext import openai_public
-        ranks = Path(data_dir) / "gpt2.tiktoken"
-        try:
-            if ranks.exists():
-                self.bpe = tiktoken.Encoding("gpt2", pat_str=openai_public.r50k_pat_str,
-                                             mergeable_ranks=tiktoken.load.load_tiktoken_bpe(str(ranks)),
-                                             special_tokens={"<|endoftext|>": 50256})
-            else:
-                self.bpe = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # tiktoken lets through whatever its HTTP client or its parser raises
-            raise UserError(f"GPT-2's BPE ranks could not be read ({type(error).__name__}): put gpt2.tiktoken (from "
-                            f"openai-whisper, whisper/assets/gpt2.tiktoken) at {ranks}, or use --tokenizer=char") from None
-        self.vocab_size = self.bpe.n_vocab
+        import tiktoken
+        from tiktoken_ext.openai_public import r50k_pat_str
+        path = Path(data_dir) / "gpt2.tiktoken"
+        download(path, *GPT2_RANKS)
+        lines = (line.split() for line in path.read_bytes().splitlines())
+        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+        self.bpe = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks,
+                                     special_tokens={"<|endoftext|>": self.eos})
 
     def encode(self, text):
         return self.bpe.encode_ordinary(text)
@@ -320,8 +310,6 @@ class HubTokenizer:
             self.bpe = library.Tokenizer.from_str(files["tokenizer.json"])
             config = json.loads(files.get("tokenizer_config.json", "{}"))
             template = files.get("chat_template.jinja") or config.get("chat_template")
-            if isinstance(template, list):  # several, by name
-                template = {t["name"]: t["template"] for t in template}["default"]
             environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
             self.template = environment.from_string(template) if template else None
         except Exception as error:  # the library raises plain Exceptions
@@ -334,7 +322,8 @@ class HubTokenizer:
     @classmethod
     def read(cls, directory):
         files = {path.name: path.read_bytes().decode("utf-8") for path in sorted(Path(directory or "?").glob("*.*"))
-                 if path.suffix in (".json", ".jinja", ".py", ".txt") and not path.name.endswith((".index.json", "eval.json"))}
+                 if path.suffix in (".json", ".jinja", ".py", ".txt")
+                 and not path.name.endswith((".index.json", "eval.json"))}
         if "tokenizer.json" not in files:
             raise UserError(f"--init_from={directory}: expected a Hugging Face directory, with tokenizer.json in it")
         return cls(files)
@@ -382,11 +371,9 @@ def fit_tokenizer(name, texts, vocab_size, data_dir):
     """char: every character of every split. regex: the most frequent types of the training split, ties alphabetical."""
     if name == "gpt2":
         return GPT2Tokenizer(data_dir)
-    counts = collections.Counter()
-    for split, text in texts.items():
-        if split == "train" or name == "char":
-            for part in map_blocks(functools.partial(count_types, name), text):
-                counts.update(part)
+    text, counts = "".join(texts.values()) if name == "char" else texts["train"], collections.Counter()
+    for part in map_blocks(functools.partial(count_types, name), text):
+        counts.update(part)
     if name == "char":
         return Tokenizer(name, sorted(counts))
     types = sorted((t for t, n in counts.items() if n >= 2), key=lambda t: (-counts[t], t))
@@ -457,9 +444,9 @@ class TextData:
     def permutation(self, epoch):
         return np.random.default_rng([self.options.seed, 1 << 32, epoch]).permutation(self.windows)
 
-    def batch(self, split, i, rank=0, world=1):
-        starts = self.starts(split, i)[rank::world]
-        rows = torch.from_numpy(self.tokens[split][starts[:, None] + np.arange(self.T + 1)].astype(np.int64))
+    def batch(self, split, i):
+        positions = self.starts(split, i)[:, None] + np.arange(self.T + 1)
+        rows = torch.from_numpy(self.tokens[split][positions].astype(np.int64))
         return rows[:, :-1], rows[:, 1:]
 
 
@@ -505,9 +492,8 @@ class AdditionData:
         targets[:, :2 * self.digits + 1] = -1
         return rows[:, :-1], targets
 
-    def batch(self, split, i, rank=0, world=1):
-        a, b = self.operands(split, i, self.options.batch_size)
-        return self.encode(a[rank::world], b[rank::world])
+    def batch(self, split, i):
+        return self.encode(*self.operands(split, i, self.options.batch_size))
 
 
 class RunningSumData:
@@ -519,9 +505,9 @@ class RunningSumData:
         self.tokenizer = Tokenizer("char", [chr(ord("0") + i) for i in range(self.vocab_size)])
         self.batches_per_epoch = max(1, 2 ** min(self.T, 20) // options.batch_size)
 
-    def batch(self, split, i, rank=0, world=1):
+    def batch(self, split, i):
         rng = np.random.default_rng([self.options.seed, i] if split == "train" else [i])
-        bits = torch.from_numpy(rng.integers(0, 2, (self.options.batch_size, self.T)))[rank::world]
+        bits = torch.from_numpy(rng.integers(0, 2, (self.options.batch_size, self.T)))
         return bits, bits.cumsum(1) % self.vocab_size
 
 
@@ -542,7 +528,9 @@ class StateTrackData:
 
     def __init__(self, options, config):
         self.options, self.tokenizer, self.vocab_size = options, Tokenizer("words", self.vocab), len(self.vocab)
-        self.T = max(config.block_size, self.length("registers", 8))
+        length = lambda task, size: len(self.tokenizer.encode(self.program(task, 0, size)[0]))
+        self.T = max(config.block_size, length("registers", 8))
+        self.fitting = {task: [size for size in sizes if length(task, size) <= self.T] for task, sizes in self.sizes.items()}
         self.batches_per_epoch = max(1, 1_000_000 // options.batch_size)
 
     def program(self, task, i, size, writes=16):
@@ -563,22 +551,18 @@ class StateTrackData:
         lines = "".join(f"r{register} = {bit}\n" for register, bit in zip(order, bits))
         return f"{lines}{noops}query = r{query}\nValue:", int(bits[order == query][-1]), str(i)
 
-    @functools.cache
-    def length(self, task, size):
-        return len(self.tokenizer.encode(self.program(task, 0, size)[0]))
-
-    def batch(self, split, i, rank=0, world=1):
+    def batch(self, split, i):
         """Each row a random program of a random task, of a size that fits into T tokens."""
         n, rng = self.options.batch_size, np.random.default_rng([self.options.seed, i] if split == "train" else [i])
         idx, targets = torch.zeros(n, self.T, dtype=torch.int64), torch.full((n, self.T), -1)
         for row in range(n):
             task = rng.choice(list(self.sizes))
-            size = rng.choice([s for s in self.sizes[task] if self.length(task, s) <= self.T])
+            size = rng.choice(self.fitting[task])
             text, label, _ = self.program(task, int(rng.integers(1 << 40)), int(size))
             tokens = self.tokenizer.encode(text)
             idx[row, :len(tokens)] = torch.tensor(tokens)
             targets[row, len(tokens) - 1] = self.tokenizer.ids[self.answers[task][label]]
-        return idx[rank::world], targets[rank::world]
+        return idx, targets
 
 
 SYSTEM = "You are a helpful assistant who reasons carefully before giving the answer."  # of every chat
@@ -589,16 +573,14 @@ def read_problems(dataset):
     kind = {".jsonl": "json", ".parquet": "parquet"}.get(Path(dataset).suffix)
     if kind and not Path(dataset).is_file():
         raise UserError(f"--dataset={dataset}: no such file")
+    load = optional("datasets").load_dataset if kind != "json" else None
     try:
         if kind == "json":
             with open(dataset, encoding="utf-8") as f:
                 rows = [json.loads(line) for line in f if line.strip()]
             return [[row.get(name) for row in rows] for name in ("problem", "solution") if any(name in row for row in rows)]
-        source = dict(path=kind, data_files=dataset) if kind else dict(path=dataset)
-        rows = optional("datasets").load_dataset(**source, split="train")
+        rows = load(kind or dataset, data_files=dataset if kind else None, split="train")
         return [rows[name][:] for name in ("problem", "solution") if name in rows.column_names]
-    except UserError:
-        raise
     except Exception as error:  # network, hub, Arrow and JSON errors of all kinds
         reason = f"{type(error).__name__}, {' '.join(str(error).split())[:200]}"
         raise UserError(f"--dataset={dataset} cannot be read: {reason}") from None
@@ -656,16 +638,15 @@ class AnswerData:
         for text in (text for column in columns for text in column):
             digest.update(json.dumps(text).encode() + b"\n")
         cache = Path(options.data_dir) / f"answers-{digest.hexdigest()[:16]}.npz"
-        try:
-            with np.load(cache) as saved:
-                self.tokens, self.ends, self.firsts = saved["tokens"], saved["ends"], saved["firsts"]
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-            self.tokens, self.ends, self.firsts, counts = encode_answers(self.tokenizer, *columns, self.T)
+        if not cache.exists():
             cache.parent.mkdir(parents=True, exist_ok=True)
+            tokens, ends, firsts, counts = encode_answers(self.tokenizer, *columns, self.T)
             with whole_file(cache) as f:
-                np.savez(f, tokens=self.tokens, ends=self.ends, firsts=self.firsts)
-            print(f"{options.dataset}: {len(columns[0]):,} rows, {len(self.ends):,} used" +
+                np.savez(f, tokens=tokens, ends=ends, firsts=firsts)
+            print(f"{options.dataset}: {len(columns[0]):,} rows, {len(ends):,} used" +
                   "".join(f", {n:,} {what}" for what, n in counts.items() if n))
+        with np.load(cache) as saved:
+            self.tokens, self.ends, self.firsts = saved["tokens"], saved["ends"], saved["firsts"]
         if len(self.ends) < 50:
             raise UserError(f"--dataset={options.dataset}: {len(self.ends)} usable rows; every 50th is held out: give more")
         held_out = np.arange(len(self.ends)) % 50 == 49
@@ -688,7 +669,7 @@ class AnswerData:
         lengths = np.diff(self.ends, prepend=0)[drawn]
         return drawn[np.argsort(lengths, kind="stable")][i * o.batch_size:][:o.batch_size]
 
-    def batch(self, split, i, rank=0, world=1):
+    def batch(self, split, i):
         rows = self.rows(split, i)
         starts = self.ends[rows - 1] * (rows > 0)
         lengths = self.ends[rows] - starts
@@ -697,7 +678,7 @@ class AnswerData:
         for j, (start, n, first) in enumerate(zip(starts, lengths, self.firsts[rows])):
             tokens = torch.from_numpy(self.tokens[start:start + n].astype(np.int64))
             idx[j, :n - 1], targets[j, first - 1:n - 1] = tokens[:-1], tokens[first:]
-        return idx[rank::world], targets[rank::world]
+        return idx, targets
 
 
 def load_data(options, config):
@@ -982,18 +963,19 @@ class Run:
         self.asked = number
         self.say(" stopping: saving first (again: at once, keeping the last checkpoint)")
 
-    def to_device(self, *tensors):
+    def to_device(self, batch):
+        """This process's rows of a batch (idx, targets)."""
+        rows = [t[self.rank::self.world] for t in batch]
         if self.device.type == "cuda":  # pinned, so that the copy runs beside the computation
-            return [t.pin_memory().to(self.device, non_blocking=True) for t in tensors]
-        return [t.to(self.device) for t in tensors]
+            return [t.pin_memory().to(self.device, non_blocking=True) for t in rows]
+        return [t.to(self.device) for t in rows]
 
     def batches(self):
         """This step's grad_accum micro-batches (idx, targets), this process's rows of them."""
         for i in range(self.options.grad_accum):
-            position = (self.step - 1) * self.options.grad_accum + i
-            idx, targets = self.data.batch("train", position, self.rank, self.world)
-            self.tokens += idx.numel() * self.world
-            yield self.to_device(idx, targets)
+            batch = self.data.batch("train", (self.step - 1) * self.options.grad_accum + i)
+            self.tokens += batch[0].numel()
+            yield self.to_device(batch)
 
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -1027,8 +1009,7 @@ class Run:
         total, n = collections.Counter(), self.options.eval_batches
         for i in range(n):
             with self.autocast():
-                batch = self.to_device(*self.data.batch("val", i, self.rank, self.world))
-                loss, metrics = self.model.loss(*batch)
+                loss, metrics = self.model.loss(*self.to_device(self.data.batch("val", i)))
             for name, value in {"loss": loss, **metrics}.items():
                 total[f"val_{name}"] += self.mean(value) / n
         self.model.train()
@@ -1087,13 +1068,14 @@ class Run:
     def load(self):
         """Go on from ckpt.pt: everything that `save` put there, and the rows of log.csv up to its step."""
         ckpt = load_checkpoint(self.out, self.name)
-        changed = [f"{k}: {ckpt['config'].get(k)} there, {v} here" for k, v in vars(self.config).items()
-                   if ckpt["config"].get(k) != v]
         try:
+            there = ckpt["config"] | {"optimizer": ckpt["options"]["optimizer"]}
+            here = vars(self.config) | {"optimizer": self.options.optimizer}
+            changed = [f"{k}: {there.get(k)} there, {v} here" for k, v in here.items() if there.get(k) != v]
             if changed or ckpt["tokenizer"] != self.data.tokenizer.spec:
                 raise ValueError("; ".join(changed) or "another tokenizer")
             self.model.load_state_dict(ckpt["weights"])
-            for optimizer, state in zip(self.optimizers, ckpt["optimizers"], strict=True):  # rates: the command line's
+            for optimizer, state in zip(self.optimizers, ckpt["optimizers"]):  # rates: the command line's
                 optimizer.load_state_dict(state | {"param_groups": optimizer.state_dict()["param_groups"]})
             self.step, self.tokens, self.best = ckpt["step"], ckpt["tokens"], ckpt["best"]
             if len(ckpt["rng"]) == self.world:
@@ -1102,8 +1084,9 @@ class Run:
                 if cuda is not None and self.device.type == "cuda":
                     torch.cuda.set_rng_state(cuda, self.device)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{self.out}/ckpt.pt does not fit {self.name}.py and these options: "
-                            f"{' '.join(str(error).split())[:200]}; resume it as it was, or choose another --out_dir") from None
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{self.out}/ckpt.pt does not fit {self.name}.py and these options: {reason}; resume it as it "
+                            f"was, or choose another --out_dir") from None
         self.rows = [r for r in read_csv(self.out / "log.csv") if r["step"] <= self.step]
         self.say(f"resuming after step {self.step}")
 
@@ -1141,7 +1124,7 @@ def write_csv(path, rows):
     log = ["step", "tokens", "train_loss", "val_loss", "lr", "tokens_per_sec", "mfu"] if "step" in rows[0] else []
     columns = list(dict.fromkeys(log + [name for row in rows for name in row]))
     with whole_file(path, "w") as f:
-        writer = csv.DictWriter(f, columns)
+        writer = csv.DictWriter(f, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
@@ -1219,8 +1202,7 @@ def harness_adapter(tokenizer, block_size, score, generate, eval_rows):
 
     def prefix():
         """What stands before a text without a context."""
-        eos = getattr(tokenizer, "eos", None)
-        return [eos] if eos is not None else encode("\n")[:1]
+        return [tokenizer.eos] if tokenizer.eos is not None else encode("\n")[:1]
 
     def windows(tokens, n):
         """Pieces of at most block_size of tokens[n:], each as (tokens, context length) with all the context that fits."""
@@ -1229,21 +1211,24 @@ def harness_adapter(tokenizer, block_size, score, generate, eval_rows):
             yield tokens[first:end], n - first
             n = end
 
+    def batches(items, key, length):
+        """(key, items) of at most eval_rows items that have this key, and similar lengths."""
+        for value, group in itertools.groupby(sorted(items, key=lambda item: (key(item), length(item))), key=key):
+            group = list(group)
+            yield from ((value, group[i:i + eval_rows]) for i in range(0, len(group), eval_rows))
+
     def log_likelihoods(texts):
         """For (tokens, context length) pairs: (sum of the log-probabilities behind the context, all of them greedy?)."""
         pieces = [(i, *piece) for i, text in enumerate(texts) for piece in windows(*text)]
-        pieces.sort(key=lambda piece: (piece[2], len(piece[1])))
         sums, greedy = [0.0] * len(texts), [True] * len(texts)
-        for n, group in itertools.groupby(pieces, key=lambda piece: piece[2]):
-            group = list(group)
-            for batch in (group[i:i + eval_rows] for i in range(0, len(group), eval_rows)):
-                T = len(batch[-1][1]) - 1
-                idx = torch.tensor([[*tokens[:-1], *[0] * (T + 1 - len(tokens))] for _, tokens, _ in batch])
-                for (i, tokens, _), logits in zip(batch, score(idx, n)):
-                    target = torch.tensor(tokens[n:], device=logits.device)
-                    logits = logits[:len(target)].to(torch.promote_types(logits.dtype, torch.float32))
-                    sums[i] -= F.cross_entropy(logits, target, reduction="sum").item()
-                    greedy[i] &= bool((logits.argmax(-1) == target).all())
+        for n, batch in batches(pieces, lambda piece: piece[2], lambda piece: len(piece[1])):
+            T = len(batch[-1][1]) - 1
+            idx = torch.tensor([[*tokens[:-1], *[0] * (T + 1 - len(tokens))] for _, tokens, _ in batch])
+            for (i, tokens, _), logits in zip(batch, score(idx, n)):
+                target = torch.tensor(tokens[n:], device=logits.device)
+                logits = logits[:len(target)].to(torch.promote_types(logits.dtype, torch.float32))
+                sums[i] -= F.cross_entropy(logits, target, reduction="sum").item()
+                greedy[i] &= bool((logits.argmax(-1) == target).all())
         return list(zip(sums, greedy))
 
     class Adapter(optional("lm_eval.api.model").LM):
@@ -1267,21 +1252,15 @@ def harness_adapter(tokenizer, block_size, score, generate, eval_rows):
                 n = min(wanted.get("max_gen_toks", 256), block_size // 2)
                 prompts.append((encode(context) or prefix())[-(block_size - n):])
                 settings.append((n, tuple([until] if isinstance(until, str) else until)))
-            order = sorted(range(len(requests)), key=lambda i: (settings[i], len(prompts[i])))
-            for (n, until), group in itertools.groupby(order, key=lambda i: settings[i]):
-                stop = {getattr(tokenizer, "eos", None)} | {tokens[0] for tokens in map(encode, until) if len(tokens) == 1}
-                group = list(group)
-                for batch in (group[i:i + eval_rows] for i in range(0, len(group), eval_rows)):
-                    for i, tokens in zip(batch, generate([prompts[i] for i in batch], n, stop)):
-                        tokens = tokens[:-1] if tokens[-1] in stop else tokens
-                        new[i] = re.split("|".join(map(re.escape, until)) or "$^", tokenizer.decode(tokens), maxsplit=1)[0]
+            for (n, until), batch in batches(range(len(requests)), settings.__getitem__, lambda i: len(prompts[i])):
+                stop = {tokenizer.eos} | {tokens[0] for tokens in map(encode, until) if len(tokens) == 1}
+                for i, tokens in zip(batch, generate([prompts[i] for i in batch], n, stop)):
+                    tokens = tokens[:-1] if tokens[-1] in stop else tokens
+                    new[i] = re.split("|".join(map(re.escape, until)) or "$^", tokenizer.decode(tokens), maxsplit=1)[0]
             return new
 
         def apply_chat_template(self, chat_history, add_generation_prompt=True):
             return tokenizer.chat(chat_history, add_generation_prompt)
-
-        def chat_template(self, chat_template=False):
-            return "tokenizer_config.json's" if chat_template else ""
     return Adapter()
 
 
@@ -1291,20 +1270,16 @@ def evaluate(path, e, tokenizer, block_size, settings):
     each and add the results to eval.json beside the run. A tokenizer's chat template is used if there is one."""
     optional("lm_eval")
     from lm_eval import simple_evaluate, tasks, utils
-    files = [Path(name) for name in e.eval.split(",") if name.endswith(".yaml")]
-    if absent := [str(file) for file in files if not file.is_file()]:
-        raise UserError(f"--eval={absent[0]}: no such file")
-    manager = tasks.TaskManager(include_path=sorted({str(file.parent) for file in files}) or None)
-    names = e.eval.split(",")
-    for i, name in enumerate(names):
+    manager, names = tasks.TaskManager(), e.eval.split(",")
+    for name in names:
         if name.endswith(".yaml"):
-            found = re.search(r"^task:\s*(\S+)", Path(name).read_text(encoding="utf-8"), re.M)
-            names[i] = name = found[1].strip("\"'") if found else name
-        if name not in manager.all_tasks:
+            if not Path(name).is_file():
+                raise UserError(f"--eval={name}: no such file")
+        elif name not in manager.all_tasks:
             raise UserError(f"--eval={name}: lm-evaluation-harness has no such task; {nearest(name, manager.all_tasks)}")
     out = run_directory(path) / "eval.json"
     results = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    chat = getattr(tokenizer, "template", None) is not None
+    chat = tokenizer.template is not None
     for label, (score, generate) in settings.items():
         try:
             found = simple_evaluate(
@@ -1316,7 +1291,7 @@ def evaluate(path, e, tokenizer, block_size, settings):
             raise UserError(f"--eval={e.eval}: a task's data could not be read: {reason}") from None
         print(f"{path}, {label}\n{utils.make_table(found)}", flush=True)
         for task, values in found["results"].items():
-            results.setdefault(task, {})[label] = json.loads(json.dumps(values, default=str))
+            results.setdefault(task, {})[label] = values
         write_json(out, results)
     print(f"written to {out}")
 
@@ -1325,44 +1300,54 @@ def evaluate(path, e, tokenizer, block_size, settings):
 # Starting a run, or a sweep of them.
 
 def read_config(out):
-    """The config.json of a run directory, or None."""
+    """The config.json of a run directory, or None where there is none."""
     path = out / "config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        return {name: saved[name] for name in ("model", "preset", "config", "options")}
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"{path} is damaged: add --overwrite to start again, or choose another --out_dir") from None
 
 
 def launch(name, module, preset, given):
     """Train one run: the preset's fields under the `given` ones; with resume, the saved run's under the given ones."""
     default = next(iter(module.PRESETS))
     out = Path(given.get("out_dir") or f"out/{name}-{preset or default}")
-    saved, values = read_config(out), module.PRESETS[preset or default]
-    if saved and given.get("resume"):
+    values, resume, overwrite = module.PRESETS[preset or default], given.get("resume"), given.get("overwrite")
+    if resume and overwrite:
+        raise UserError("--resume and --overwrite: choose one")
+    saved = None if overwrite else read_config(out)
+    if saved and not resume:
+        raise UserError(f"{out} already holds a run: add --resume to go on with it, --overwrite to start again, or choose "
+                        f"another --out_dir")
+    if resume and not saved:
+        raise UserError(f"{out} holds no run to resume: there is no config.json")
+    if saved:
         if saved["model"] != name or preset not in (None, saved["preset"]):
             raise UserError(f"{out} holds a run of {saved['model']}-{saved['preset']}, not of {name}-{preset or default}")
         preset, values = saved["preset"], saved["config"] | saved["options"] | {"overwrite": False}
-    elif saved and not given.get("overwrite"):
-        raise UserError(f"{out} already holds a run: add --resume to go on with it, --overwrite to start again, or choose "
-                        f"another --out_dir")
     fields = split_fields(values | given | {"out_dir": str(out)}, module.Config, Options)
     out.mkdir(parents=True, exist_ok=True)
     module.train_model(Run(name, preset or default, module.Config(**fields[0]), Options(**fields[1]), module.SHOW))
 
 
 def sweep(name, module, preset, given, sweep_name, seeds):
-    """Train every condition of a sweep with every seed, skipping what is finished; then the script's own report."""
+    """Train every condition of a sweep with every seed, resuming what is there; then the script's own report."""
     out = Path(given.get("out_dir") or f"out/{name}-{preset or next(iter(module.PRESETS))}-{sweep_name}")
-    resume, first, runs = not given.get("overwrite"), os.environ.get("RANK", "0") == "0", {}
+    first, runs = os.environ.get("RANK", "0") == "0", {}
     conditions, report = module.SWEEPS[sweep_name]
-    for condition, fields in conditions.items():
-        for seed in seeds:
-            path = runs[condition, seed] = out / f"{condition}-seed{seed}"
-            values = given | fields | {"seed": seed, "out_dir": str(path), "resume": resume}
-            saved = read_config(path) if resume else None
-            for k, was in (saved["config"] | saved["options"]).items() if saved else ():
-                if values.get(k, was) != was and k not in ("resume", "out_dir"):
-                    raise UserError(f"{path} was trained with --{k}={was}: choose another --out_dir for --{k}={values[k]}")
-            if first:
-                print(f"--- {condition}, seed {seed}", flush=True)
-            launch(name, module, preset, values)
+    for (condition, fields), seed in itertools.product(conditions.items(), seeds):
+        path = runs[condition, seed] = out / f"{condition}-seed{seed}"
+        values = given | fields | {"seed": seed}
+        saved = None if given.get("overwrite") else read_config(path)
+        for k, was in (saved["config"] | saved["options"]).items() if saved else ():
+            if values.get(k, was) != was and k not in ("resume", "out_dir"):
+                raise UserError(f"{path} was trained with --{k}={was}: choose another --out_dir for --{k}={values[k]}")
+        if first:
+            print(f"--- {condition}, seed {seed}", flush=True)
+        launch(name, module, preset, values | {"out_dir": str(path), "resume": saved is not None})
     if first:
         report(runs, out)
 
@@ -1383,16 +1368,15 @@ def main(argv):
     presets = [f"  {name}: {' '.join(f'--{k}={v}' for k, v in fields.items())}" for name, fields in module.PRESETS.items()]
     parser = Parser(usage, module.Config, Options,
                     epilog="\n".join(["presets, the first by default, and what they set:", *presets]).replace("%", "%%"))
-    for what, known in (("preset", module.PRESETS), ("sweep", module.SWEEPS)):
-        parser.add_argument(f"--{what}", help=f"one of {', '.join(known)}")
-    parser.add_argument("--seeds", type=seed_list, default=[42], help="of a sweep, as in 42,101,202 [42]")
+    parser.add_argument("--preset", choices=module.PRESETS)
+    parser.add_argument("--sweep", choices=module.SWEEPS)
+    parser.add_argument("--seeds", type=seed_list, help="of a sweep, as in 42,101,202 [the one of --seed]")
     given = parser.parse(argv)
     preset, sweep_name, seeds = (given.pop(k) for k in ("preset", "sweep", "seeds"))
-    for what, value, known in (("preset", preset, module.PRESETS), ("sweep", sweep_name, module.SWEEPS)):
-        if value is not None and value not in known:
-            raise UserError(f"--{what}={value}: no such {what}; {nearest(value, known)}")
+    if seeds and not sweep_name:
+        raise UserError("--seeds belongs to a sweep: add --sweep=NAME, or choose one --seed")
     if sweep_name:
-        sweep(name, module, preset, given, sweep_name, seeds)
+        sweep(name, module, preset, given, sweep_name, seeds or [given.get("seed", Options.seed)])
     else:
         launch(name, module, preset, given)
 

@@ -269,7 +269,7 @@ def test_every_row_is_seen_once_an_epoch_in_batches_of_similar_lengths(hub, prob
     assert capsys.readouterr().out == ""  # from the cache
 
 
-def test_a_batch_is_its_rows_shifted_and_padded_and_processes_share_it(hub, problems, tmp_path):
+def test_a_batch_is_its_rows_shifted_and_padded(hub, problems, tmp_path):
     data = answer_data(hub, problems, tmp_path)
     for split, i in [("val", 0), *(("train", i) for i in range(30))]:  # an epoch: row 0 is among them
         idx, targets = data.batch(split, i)
@@ -278,8 +278,6 @@ def test_a_batch_is_its_rows_shifted_and_padded_and_processes_share_it(hub, prob
             n, first = len(tokens) - 1, data.firsts[row]
             assert x[:n].tolist() == tokens[:-1] and not x[n:].any()
             assert y[first - 1:n].tolist() == tokens[first:] and (y[:first - 1] == -1).all() and (y[n:] == -1).all()
-        shares = [data.batch(split, i, rank, 2) for rank in range(2)]
-        assert torch.equal(torch.cat([a for a, _ in shares]), torch.cat([idx[0::2], idx[1::2]]))
 
 
 def test_parquet_and_jsonl_are_read_alike(hub, problems, tmp_path):

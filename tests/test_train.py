@@ -1,5 +1,6 @@
 """The driver: what a user types, what a kill leaves behind, what the data are. No network: a server on this machine."""
-import base64, contextlib, http.server, io, json, os, pickle, random, re, signal, subprocess, sys, threading, time, zipfile
+import base64, contextlib, http.server, inspect, io, json, os, pickle, random, re, signal, subprocess, sys, threading
+import time, zipfile
 from pathlib import Path
 
 import numpy as np
@@ -64,8 +65,8 @@ def test_help_lists_every_field_with_its_meaning(capsys):
 
 @pytest.mark.parametrize("argv, message", [
     (["looped_gtp"], "did you mean looped_gpt?"),
-    (["looped_gpt", "--preset=44"], "did you mean 44m?"),
-    (["looped_gpt", "--sweep=table2"], "did you mean table1?"),
+    (["looped_gpt", "--preset=44"], "invalid choice: '44' (choose from"),
+    (["looped_gpt", "--sweep=table2"], "invalid choice: 'table2' (choose from"),
     (["looped_gpt", "--max_step=3"], "did you mean --max_steps"),
     (["looped_gpt", "--readout=rms"], "choose from"),
     (["looped_gpt", "--lr=fast"], "--lr: invalid float value"),
@@ -74,6 +75,8 @@ def test_help_lists_every_field_with_its_meaning(capsys):
     (["looped_gpt", "--batch_size=0"], "--batch_size=0"),
     (["looped_gpt", "--lr=nan"], "--lr=nan"),
     (["looped_gpt", "--seeds=1,x", "--sweep=table1"], "--seeds: invalid seed_list value: '1,x'"),
+    (["looped_gpt", "--max_steps=1", "--seeds=1,2"], "--seeds belongs to a sweep"),
+    (["looped_gpt", "--max_steps=1", "--resume"], "run holds no run to resume"),
     (["looped_gpt", "--dataset=shakespear"], "did you mean shakespeare?"),
     (["looped_gpt", "--device=tpu"], "--device=tpu cannot be used here"),
     (["looped_gpt", "--seed=-1"], "--seed=-1"),
@@ -147,6 +150,26 @@ def test_resuming_is_bit_for_bit_and_needs_only_the_directory(command, tmp_path,
     assert losses(whole) == losses(tmp_path / "stopped")
 
 
+def test_a_run_killed_before_its_first_checkpoint_starts_again(command, tmp_path):
+    whole = command(out="whole")
+    before = weights(whole)
+    for name in ("ckpt.pt", "best.pt", "log.csv"):
+        (whole / name).unlink()
+    train.main(["looped_gpt", f"--out_dir={whole}", "--resume"])
+    assert_same_weights(before, weights(whole))
+
+
+def test_a_damaged_config_is_one_line_that_names_it(command, capsys, tmp_path):
+    out = command("--max_steps=1")
+    for text in ("", '{"model": "looped_gpt", "pre', "[]", "{}"):
+        (out / "config.json").write_text(text)
+        for argv in ([], ["--resume"]):
+            error = error_of(capsys, "looped_gpt", f"--out_dir={out}", *argv)
+            assert f"{out}/config.json is damaged: add --overwrite" in error
+    command("--overwrite", "--max_steps=1")
+    assert json.loads((out / "config.json").read_text())["model"] == "looped_gpt"
+
+
 def test_resuming_takes_what_the_command_line_says_now(command):
     interrupt_after(2, command, out="run")
     out = command("--resume", "--lr=0.5", "--max_steps=4")
@@ -176,9 +199,10 @@ def test_killed_anywhere_a_run_resumes_to_the_same_weights(tmp_path, data_dir):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([*argv, f"--out_dir={tmp_path}/whole"], cwd=ROOT, env=environment, check=True, capture_output=True)
     draw, kills, steps = random.Random(0), int(os.environ.get("KILLS", 2)), []
-    run = [*argv, f"--out_dir={tmp_path}/killed", "--resume"]
-    for _ in range(kills):
-        process = subprocess.Popen(run, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    run = [*argv, f"--out_dir={tmp_path}/killed"]
+    for kill in range(kills):
+        process = subprocess.Popen(run + ["--resume"] * (kill > 0), cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+                                   text=True)
         for line in process.stdout:  # let it take a few steps, then kill it at a random moment of the next one
             if line.startswith("step") and draw.random() < 0.5:
                 break
@@ -187,7 +211,7 @@ def test_killed_anywhere_a_run_resumes_to_the_same_weights(tmp_path, data_dir):
         process.communicate()
         checkpoint = tmp_path / "killed" / "ckpt.pt"
         steps.append(train.load_checkpoint(checkpoint, "looped_gpt")["step"] if checkpoint.exists() else 0)
-    subprocess.run(run, cwd=ROOT, env=environment, check=True, capture_output=True)
+    subprocess.run([*run, "--resume"], cwd=ROOT, env=environment, check=True, capture_output=True)
     print("checkpoints after each kill:", steps)
     assert steps[-1] < 60 and steps == sorted(steps)
     assert_same_weights(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
@@ -212,7 +236,8 @@ def test_damaged_foreign_and_pickled_checkpoints_are_refused(command, capsys, tm
     before = (out / "config.json").read_text()
     assert "does not fit" in error_of(capsys, "looped_gpt", f"--out_dir={out}", "--resume", "--max_steps=9")
     (out / "ckpt.pt").write_bytes(good)
-    assert "does not fit" in error_of(capsys, "looped_gpt", f"--out_dir={out}", "--resume", "--optimizer=muon")
+    error = error_of(capsys, "looped_gpt", f"--out_dir={out}", "--resume", "--optimizer=muon")
+    assert "optimizer: adamw there, muon here" in error
     assert (out / "config.json").read_text() == before
     assert "no such checkpoint" in error_of(capsys, tmp_path / "nowhere", main=looped_gpt.main)
 
@@ -310,7 +335,7 @@ def test_the_sweep_trains_seven_conditions_once_and_tabulates_them(tmp_path, dat
     train.main(argv)  # finished runs are kept
     assert before == (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
     assert "was trained with --lr=0.003" in error_of(capsys, *argv, "--lr=0.1")
-    train.main([*argv, "--overwrite", "--max_steps=1", "--seeds=1"])
+    train.main([*argv[:-2], f"--out_dir={tmp_path}", "--overwrite", "--max_steps=1", "--seed=1"])  # a sweep of one seed
     assert {r["seeds"] for r in train.read_csv(tmp_path / "table1.csv")} == {1}
     assert before != (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
 
@@ -374,7 +399,7 @@ def test_blocks_cut_no_token_and_all_cores_give_what_one_gives(tmp_path, monkeyp
     draw = random.Random(0)
     text = "".join(draw.choice(["word", " ", "\n", "\n\n", "  ", "é", "\u3000", "\r\n", "!?", "x1"]) for _ in range(30_000))
     assert "".join(train.blocks(text, size=100)) == text
-    write_gpt2_ranks(tmp_path)
+    write_gpt2_ranks(tmp_path, monkeypatch)
     for name in ("char", "gpt2", "regex"):
         tokenizer = train.fit_tokenizer(name, {"train": text}, 50, tmp_path)
         pieces = [tokenizer.encode(block) for block in train.blocks(text, size=100)]
@@ -420,28 +445,29 @@ def test_an_epoch_visits_every_window_once_and_each_epoch_in_another_order(tmp_p
     together = options(tmp_path, dataset=str(path))
     parts = [train.TextData(split, config()).batch("train", i)[0] for i in (6, 7)]
     assert torch.equal(torch.cat(parts), train.TextData(together, config()).batch("train", 3)[0])  # as one batch of 4
-    halves = [data.batch("train", 3, rank, 2)[0] for rank in range(2)]
-    assert sorted(torch.cat(halves).tolist()) == sorted(idx.tolist())
 
 
-def write_gpt2_ranks(directory):
+def write_gpt2_ranks(directory, monkeypatch):
     """A file of GPT-2's format with every byte and three merges."""
     ranks = [bytes([i]) for i in range(256)] + [b"th", b"the", b"\n\n"]
     lines = (f"{base64.b64encode(r).decode()} {i}\n" for i, r in enumerate(ranks))
     (directory / "gpt2.tiktoken").write_text("".join(lines))
+    monkeypatch.setattr(train, "GPT2_RANKS", ("http://127.0.0.1:9/ranks",))  # of no known checksum
 
 
-def test_gpt2_ranks_put_by_hand_are_used_and_their_absence_is_explained(tmp_path, monkeypatch):
-    import tiktoken
-    write_gpt2_ranks(tmp_path)
+def test_gpt2_ranks_are_checked_and_their_absence_is_explained(tmp_path, monkeypatch):
+    import tiktoken_ext.openai_public
+    url, _, sha256 = train.GPT2_RANKS
+    assert all(part in inspect.getsource(tiktoken_ext.openai_public) for part in (url, sha256))
+    (tmp_path / "gpt2.tiktoken").write_text("dGhl 0\n")
+    with pytest.raises(UserError, match="gpt2.tiktoken should have 835,554 bytes and has 7"):
+        train.GPT2Tokenizer(tmp_path)
+    write_gpt2_ranks(tmp_path, monkeypatch)
     tokenizer = train.GPT2Tokenizer(tmp_path)
     tokenizer = pickle.loads(pickle.dumps(tokenizer))  # as it goes to the processes that build a cache
     assert tokenizer.encode("the é") == [257, 32, 0xC3, 0xA9] and tokenizer.decode(tokenizer.encode("the é\n")) == "the é\n"
-
-    def offline(name):
-        raise ConnectionError
-    monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    with pytest.raises(UserError, match="put gpt2.tiktoken .* or use --tokenizer=char"):
+    assert tokenizer.vocab_size == tokenizer.bpe.n_vocab
+    with pytest.raises(UserError, match="Put http://127.0.0.1:9/ranks at .*empty/gpt2.tiktoken by hand, .*--tokenizer=char"):
         train.GPT2Tokenizer(tmp_path / "empty")
 
 
@@ -474,25 +500,24 @@ def test_downloads_are_whole_or_not_there(server, tmp_path, monkeypatch):
     Server.files["/text"] = b"abc" * 1000
     sha = hashlib.sha256(b"abc" * 1000).hexdigest()
     path = tmp_path / "text.txt"
-    for fields, message in (({"size": 2999}, "should have 2,999 bytes"), ({"sha256": "0" * 64}, "another SHA-256")):
-        with pytest.raises(UserError, match=message):
-            train.download(f"{server}/text", path, **fields)
     monkeypatch.setattr(Server, "cut", 500)
-    with pytest.raises(UserError, match="ended after 2,500 of 3,000 bytes"):
-        train.download(f"{server}/text", path)
+    with pytest.raises(UserError, match="got only 2500 out of 3000 bytes"):
+        train.download(path, f"{server}/text")
     monkeypatch.setattr(Server, "cut", 0)
     assert not list(tmp_path.iterdir())
-    train.download(f"{server}/text", path, 3000, sha)
+    train.download(path, f"{server}/text", 3000, sha)
     assert path.read_bytes() == b"abc" * 1000
+    with pytest.raises(UserError, match="another SHA-256 .* delete it"):
+        train.download(path, f"{server}/text", 3000, "0" * 64)
     path.write_bytes(b"abc")
-    with pytest.raises(UserError, match="delete it"):
-        train.download(f"{server}/text", path, 3000, sha)
+    with pytest.raises(UserError, match="should have 3,000 bytes and has 3: delete it"):
+        train.download(path, f"{server}/text", 3000, sha)
 
 
 def test_without_a_network_one_sentence_names_the_address_the_file_and_the_way_out(server, tmp_path):
     for url in (f"{server}/missing", "http://127.0.0.1:9/closed"):
         with pytest.raises(UserError) as error:
-            train.download(url, tmp_path / "file")
+            train.download(tmp_path / "file", url)
         for part in (url, str(tmp_path / "file"), "--dataset=python-docs"):
             assert part in str(error.value)
 
