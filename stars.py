@@ -10,6 +10,7 @@ penalises ||J v||^2 for a random unit v at the state of the sampled loop: loss =
     python train.py stars --preset=baseline                          # the same model without: rises, peaks, collapses
     python train.py stars --sweep=normalization                      # 4 placements x 3 types of norm
     python train.py stars --sweep=ablation                           # what random loops and JSRR each do; other remedies
+    python train.py stars --sweep=optimizer                          # the default against AdamW at the paper's settings
     python stars.py out/stars-addition                               # accuracy against loops, convergence, spectra
     python stars.py out/stars-addition --ask=1750+4733 --loops=1,2,4,8,64
     python train.py stars --preset=ouro-1.4b --init_from=DIRECTORY   # fine-tune Ouro-1.4B, one 80 GB GPU

@@ -168,16 +168,18 @@ PARALLEL = 1 << 24  # texts from this many characters on are tokenized on all co
 
 
 def download(path, url, size=None, sha256=None):
-    """Fetch url into path. Its size and checksum are verified, also of a file put there by hand."""
-    def progress(count, block, total):
-        print(f"\r{path.name}: {count * block / 1e6:.1f} of {total / 1e6:.1f} MB", end="", file=sys.stderr, flush=True)
-
+    """Fetch url into path, whole or not at all. Its size and checksum are verified, also of a file put there by hand."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with whole_file(path) as f:
-                urllib.request.urlretrieve(url, f.name, progress)
+            with urllib.request.urlopen(url, timeout=30) as reply, whole_file(path) as f:
+                total = int(reply.headers.get("Content-Length") or 0)
+                while chunk := reply.read(1 << 20):
+                    f.write(chunk)
+                    print(f"\r{path.name}: {f.tell() / 1e6:.1f} of {total / 1e6:.1f} MB", end="", file=sys.stderr)
                 print(file=sys.stderr)
+                if f.tell() < total:
+                    raise ConnectionError(f"the connection ended after {f.tell():,} of {total:,} bytes")
         except (OSError, http.client.HTTPException) as error:
             raise UserError(f"no download: {error}. Put {url} at {path} by hand, or use --dataset=python-docs "
                             f"--tokenizer=char, which need none") from None
