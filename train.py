@@ -176,7 +176,8 @@ def download(path, url, size=None, sha256=None):
                 total = int(reply.headers.get("Content-Length") or 0)
                 while chunk := reply.read(1 << 20):
                     f.write(chunk)
-                    print(f"\r{path.name}: {f.tell() / 1e6:.1f} of {total / 1e6:.1f} MB", end="", file=sys.stderr)
+                    done = f"\r{path.name}: {f.tell() / 1e6:.1f} of {total / 1e6:.1f} MB"
+                    print(done, end="", file=sys.stderr, flush=True)
                 print(file=sys.stderr)
                 if f.tell() < total:
                     raise ConnectionError(f"the connection ended after {f.tell():,} of {total:,} bytes")
