@@ -605,7 +605,7 @@ def report(measure, runs, out):
             if (title, *columns) in drawn:
                 axis = axes[drawn.index((title, *columns))]
                 axis.plot(columns[:len(mean)], mean, "o-", label=name)
-                axis.set(title=title, xscale="symlog", yscale="symlog" if title.startswith("||") else "linear")
+                axis.set(title=title, xscale="log" if columns[0] else "linear", yscale="log" if "||" in title else "linear")
                 axis.legend(fontsize="x-small")
     train.write_csv(out / f"{measure.__name__}.csv", rows)
     if drawn:
