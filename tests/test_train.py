@@ -501,7 +501,7 @@ def test_downloads_are_whole_or_not_there(server, tmp_path, monkeypatch):
     sha = hashlib.sha256(b"abc" * 1000).hexdigest()
     path = tmp_path / "text.txt"
     monkeypatch.setattr(Server, "cut", 500)
-    with pytest.raises(UserError, match="got only 2500 out of 3000 bytes"):
+    with pytest.raises(UserError, match="ended after 2,500 of 3,000 bytes"):
         train.download(path, f"{server}/text")
     monkeypatch.setattr(Server, "cut", 0)
     assert not list(tmp_path.iterdir())
