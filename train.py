@@ -933,7 +933,7 @@ class Run:
         old = {s: signal.signal(s, lambda number, frame: self.ask(number)) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             self.mark = self.step, self.tokens, time.perf_counter()
-            if self.step == 0:
+            if not self.rows:  # at the start, or where log.csv is gone
                 self.log(evaluate=True)
             while self.step < self.max_steps:
                 self.step += 1

@@ -178,6 +178,16 @@ def test_resuming_takes_what_the_command_line_says_now(command):
     assert json.loads((out / "config.json").read_text())["options"]["lr"] == 0.5
 
 
+def test_a_finished_run_whose_log_is_gone_is_evaluated_again(command):
+    """Every trainer ends with a line about its last evaluation, and every sweep's report reads the last row."""
+    out = command()
+    last, after = losses(out)[-1], weights(out)
+    (out / "log.csv").unlink()
+    command("--resume")
+    assert losses(out) == [(8, 0, last[2])]
+    assert_same_weights(weights(out), after)
+
+
 def interrupt_after(step, command, *arguments, out):
     """Press Ctrl-C while the given step runs."""
     with pytest.MonkeyPatch.context() as patch:
