@@ -345,6 +345,8 @@ def test_the_sweep_trains_seven_conditions_once_and_tabulates_them(tmp_path, dat
     train.main(argv)  # finished runs are kept
     assert before == (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
     assert "was trained with --lr=0.003" in error_of(capsys, *argv, "--lr=0.1")
+    left_out = [word for word in argv if not word.startswith("--n_embd")]  # or a preset that has changed since
+    assert "was trained with --n_embd=16: choose another --out_dir for --n_embd=128" in error_of(capsys, *left_out)
     train.main([*argv[:-2], f"--out_dir={tmp_path}", "--overwrite", "--max_steps=1", "--seed=1"])  # a sweep of one seed
     assert {r["seeds"] for r in train.read_csv(tmp_path / "table1.csv")} == {1}
     assert before != (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
