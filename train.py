@@ -933,7 +933,7 @@ class Run:
         old = {s: signal.signal(s, lambda number, frame: self.ask(number)) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             self.mark = self.step, self.tokens, time.perf_counter()
-            if self.step == 0:
+            if not self.rows:  # at the start, or where log.csv is gone
                 self.log(evaluate=True)
             while self.step < self.max_steps:
                 self.step += 1
@@ -1341,12 +1341,13 @@ def sweep(name, module, preset, given, sweep_name, seeds):
     out = Path(given.get("out_dir") or f"out/{name}-{preset or next(iter(module.PRESETS))}-{sweep_name}")
     first, runs = os.environ.get("RANK", "0") == "0", {}
     conditions, report = module.SWEEPS[sweep_name]
+    defaults = vars(module.Config()) | vars(Options()) | module.PRESETS[preset or next(iter(module.PRESETS))]
     for (condition, fields), seed in itertools.product(conditions.items(), seeds):
         path = runs[condition, seed] = out / f"{condition}-seed{seed}"
-        values = given | fields | {"seed": seed}
+        values = defaults | given | fields | {"seed": seed}
         saved = None if given.get("overwrite") else read_config(path)
         for k, was in (saved["config"] | saved["options"]).items() if saved else ():
-            if values.get(k, was) != was and k not in ("resume", "out_dir"):
+            if values.get(k, was) != was and k not in ("resume", "overwrite", "out_dir"):
                 raise UserError(f"{path} was trained with --{k}={was}: choose another --out_dir for --{k}={values[k]}")
         if first:
             print(f"--- {condition}, seed {seed}", flush=True)

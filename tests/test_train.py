@@ -178,6 +178,16 @@ def test_resuming_takes_what_the_command_line_says_now(command):
     assert json.loads((out / "config.json").read_text())["options"]["lr"] == 0.5
 
 
+def test_a_finished_run_whose_log_is_gone_is_evaluated_again(command):
+    """Every trainer ends with a line about its last evaluation, and every sweep's report reads the last row."""
+    out = command()
+    last, after = losses(out)[-1], weights(out)
+    (out / "log.csv").unlink()
+    command("--resume")
+    assert losses(out) == [(8, 0, last[2])]
+    assert_same_weights(weights(out), after)
+
+
 def interrupt_after(step, command, *arguments, out):
     """Press Ctrl-C while the given step runs."""
     with pytest.MonkeyPatch.context() as patch:
@@ -335,6 +345,8 @@ def test_the_sweep_trains_seven_conditions_once_and_tabulates_them(tmp_path, dat
     train.main(argv)  # finished runs are kept
     assert before == (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
     assert "was trained with --lr=0.003" in error_of(capsys, *argv, "--lr=0.1")
+    left_out = [word for word in argv if not word.startswith("--n_embd")]  # or a preset that has changed since
+    assert "was trained with --n_embd=16: choose another --out_dir for --n_embd=128" in error_of(capsys, *left_out)
     train.main([*argv[:-2], f"--out_dir={tmp_path}", "--overwrite", "--max_steps=1", "--seed=1"])  # a sweep of one seed
     assert {r["seeds"] for r in train.read_csv(tmp_path / "table1.csv")} == {1}
     assert before != (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
