@@ -407,7 +407,7 @@ class FullBandwidthGPT(nn.Module):
 def sample_token(logits, temperature, top_k, generator):
     """One token per row of logits (B, V), (B, 1)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature == 0:
+    if temperature < 1e-6:  # or the division overflows
         return logits.argmax(-1, keepdim=True)
     if top_k:
         logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:], -math.inf)
@@ -734,7 +734,8 @@ class Arguments:
     stop: str = ""  # end at any of these tokens
 
     def __post_init__(self):
-        check_at_least(self, 0, "max_new_tokens", "temperature", "top_k")
+        check_at_least(self, 0, "max_new_tokens", "top_k", "seed")
+        check_at_least(self, 0, "temperature", most=100)
         check_at_least(self, 1, "prefill_passes")
         for mode in self.mode.split(","):
             if mode not in MODES:

@@ -224,7 +224,7 @@ class LoopedGPT(nn.Module):
             h = self.states(idx[:, begin + length:], K, cache=cache, start=length)[-1][:, -1]
             length = idx.shape[1] - begin if use_cache else 0
             logits = self.readout(h, final=K >= c.num_loops).float()
-            if temperature == 0:
+            if temperature < 1e-6:  # or the division overflows
                 token = logits.argmax(-1, keepdim=True)
             else:
                 if top_k:
@@ -535,7 +535,8 @@ class Arguments:
     seed: int = 42  # seed of the sampling
 
     def __post_init__(self):
-        check_at_least(self, 0, "max_new_tokens", "temperature", "top_k", "seed")
+        check_at_least(self, 0, "max_new_tokens", "top_k", "seed")
+        check_at_least(self, 0, "temperature", most=100)
         if self.prompt == "":
             raise UserError("--prompt is empty: give at least one character to continue")
 

@@ -839,7 +839,8 @@ def load_checkpoint(path, name):
     """The checkpoint dict at `path` (a file, or a run directory's ckpt.pt), if model `name` wrote it; tensors on the CPU."""
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
     if not path.exists():
-        raise UserError(f"{path}: no such checkpoint; train one with: python train.py {name}")
+        begun = f" --out_dir={path.parent} --resume" if (path.parent / "config.json").exists() else ""
+        raise UserError(f"{path}: no such checkpoint; train one with: python train.py {name}{begun}")
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         found = ckpt["model"]
@@ -917,8 +918,9 @@ class Run:
             self.load()
         elif self.first:
             (self.out / "ckpt.pt").unlink(missing_ok=True)
-        if self.first:  # only now: a run that cannot be resumed so keeps the config that it has
-            write_json(self.out / "config.json", self.record)
+        if self.first:  # only now: a run that cannot be resumed so, or is finished, keeps the config that it has
+            if self.step < self.max_steps:
+                write_json(self.out / "config.json", self.record)
             for path in self.out.glob("*.tmp"):  # what a kill left
                 path.unlink()
         compile_blocks(model, self.device, self.options.compile)
@@ -1077,6 +1079,8 @@ class Run:
             changed = [f"{k}: {there.get(k)} there, {v} here" for k, v in here.items() if there.get(k) != v]
             if changed or ckpt["tokenizer"] != self.data.tokenizer.spec:
                 raise ValueError("; ".join(changed) or "another tokenizer")
+            if ckpt["step"] > self.max_steps:
+                raise ValueError(f"step {ckpt['step']} there, --max_steps={self.max_steps} here")
             self.model.load_state_dict(ckpt["weights"])
             for optimizer, state in zip(self.optimizers, ckpt["optimizers"]):  # rates: the command line's
                 optimizer.load_state_dict(state | {"param_groups": optimizer.state_dict()["param_groups"]})
@@ -1347,7 +1351,7 @@ def sweep(name, module, preset, given, sweep_name, seeds):
         values = defaults | given | fields | {"seed": seed}
         saved = None if given.get("overwrite") else read_config(path)
         for k, was in (saved["config"] | saved["options"]).items() if saved else ():
-            if values.get(k, was) != was and k not in ("resume", "overwrite", "out_dir"):
+            if values.get(k, was) != was and k not in ("resume", "overwrite", "out_dir", "data_dir"):
                 raise UserError(f"{path} was trained with --{k}={was}: choose another --out_dir for --{k}={values[k]}")
         if first:
             print(f"--- {condition}, seed {seed}", flush=True)
@@ -1386,7 +1390,7 @@ def main(argv):
 
 
 def command_line(function):
-    """Call function(arguments); a UserError becomes one line (of the first process) and exit status 1."""
+    """Call function(arguments); a UserError becomes one line and exit status 1."""
     sys.stdout.reconfigure(errors="replace")  # a console or file that cannot show every character
     try:
         function(sys.argv[1:])

@@ -232,6 +232,7 @@ def test_cached_generation_equals_uncached_past_the_window(num_loops, temperatur
 def test_a_prompt_longer_than_the_window_is_read_from_its_end():
     model, idx, _ = small()
     long = torch.cat([idx, idx, idx], 1)
+    assert torch.equal(model.generate(long, 3, temperature=1e-40, seed=1), model.generate(long, 3, temperature=0))
     new = model.generate(long, 3, temperature=0)
     assert torch.equal(new[:, 36], model.readout(model.states(long[:, -12:])[-1][:, -1]).argmax(-1))
 

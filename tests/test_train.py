@@ -192,7 +192,8 @@ def interrupt_after(step, command, *arguments, out):
     """Press Ctrl-C while the given step runs."""
     with pytest.MonkeyPatch.context() as patch:
         update = train.Run.update
-        patch.setattr(train.Run, "update", lambda run: (run.step == step and signal.raise_signal(signal.SIGINT), update(run)))
+        patch.setattr(train.Run, "update",
+                      lambda run: (run.step == step and signal.raise_signal(signal.SIGINT), update(run)))
         with pytest.raises(SystemExit) as exit:
             command(*arguments, out=out)
         assert exit.value.code == 130
@@ -248,8 +249,13 @@ def test_damaged_foreign_and_pickled_checkpoints_are_refused(command, capsys, tm
     (out / "ckpt.pt").write_bytes(good)
     error = error_of(capsys, "looped_gpt", f"--out_dir={out}", "--resume", "--optimizer=muon")
     assert "optimizer: adamw there, muon here" in error
+    error = error_of(capsys, "looped_gpt", f"--out_dir={out}", "--resume", "--max_steps=5")
+    assert "step 8 there, --max_steps=5 here" in error
+    train.main(["looped_gpt", f"--out_dir={out}", "--resume", "--lr=1"])  # nothing is left to train at that rate
     assert (out / "config.json").read_text() == before
     assert "no such checkpoint" in error_of(capsys, tmp_path / "nowhere", main=looped_gpt.main)
+    (out / "ckpt.pt").unlink()
+    assert error_of(capsys, out, main=looped_gpt.main).endswith(f"python train.py looped_gpt --out_dir={out} --resume")
 
 
 def test_a_full_disk_keeps_the_last_good_checkpoint(command, capsys, tmp_path, data_dir, monkeypatch):
@@ -316,7 +322,8 @@ def test_generating_from_a_run(command, capsys):
     assert first == capsys.readouterr().out  # best is last here, and the seed is fixed
     assert "required: RUN" in error_of(capsys, "--prompt=The ", main=looped_gpt.main)
     for argument, message in (("--prompt=\u2603", "not in the vocabulary: '\u2603'"), ("--prompt=", "--prompt is empty"),
-                              ("--loops=0", "--loops=0: expected a number of at least 1"), ("--loop=2", "did you mean --loops")):
+                              ("--loops=0", "--loops=0: expected a number of at least 1"),
+                              ("--loop=2", "did you mean --loops")):
         assert message in error_of(capsys, out, argument, main=looped_gpt.main)
 
 
@@ -326,7 +333,8 @@ def test_diagnosing_a_run_prints_every_diagnostic_and_draws_them(command, capsys
     out = command("--readout=raw", "--eval_batches=2")
     looped_gpt.main([str(out)])
     text = capsys.readouterr().out
-    for part in ("radial gradient fraction", "angular step * s", "p99", "freeze_loop1", "remove_radial", "tokens/s", "halting"):
+    for part in ("radial gradient fraction", "angular step * s", "p99", "freeze_loop1", "remove_radial", "tokens/s",
+                 "halting"):
         assert part in text
     assert (out / "diagnostics.png").stat().st_size > 10_000
 
@@ -340,7 +348,8 @@ def test_the_sweep_trains_seven_conditions_once_and_tabulates_them(tmp_path, dat
     last = [train.read_csv(tmp_path / f"per_loop+raw-seed{s}" / "log.csv")[-1] for s in (1, 2)]
     row, = (r for r in rows if r["condition"] == "per_loop+raw")
     norms = [r["val_final_norm"] for r in last]
-    assert row["final_norm"] == pytest.approx(sum(norms) / 2) and row["final_norm_std"] == pytest.approx(abs(np.subtract(*norms)) / 2)
+    assert row["final_norm"] == pytest.approx(sum(norms) / 2)
+    assert row["final_norm_std"] == pytest.approx(abs(np.subtract(*norms)) / 2)
     before = (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
     train.main(argv)  # finished runs are kept
     assert before == (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
@@ -477,7 +486,8 @@ def test_gpt2_ranks_are_checked_and_their_absence_is_explained(tmp_path, monkeyp
     write_gpt2_ranks(tmp_path, monkeypatch)
     tokenizer = train.GPT2Tokenizer(tmp_path)
     tokenizer = pickle.loads(pickle.dumps(tokenizer))  # as it goes to the processes that build a cache
-    assert tokenizer.encode("the é") == [257, 32, 0xC3, 0xA9] and tokenizer.decode(tokenizer.encode("the é\n")) == "the é\n"
+    assert tokenizer.encode("the é") == [257, 32, 0xC3, 0xA9]
+    assert tokenizer.decode(tokenizer.encode("the é\n")) == "the é\n"
     assert tokenizer.vocab_size == tokenizer.bpe.n_vocab
     with pytest.raises(UserError, match="Put http://127.0.0.1:9/ranks at .*empty/gpt2.tiktoken by hand, .*--tokenizer=char"):
         train.GPT2Tokenizer(tmp_path / "empty")
