@@ -42,7 +42,8 @@ class Config:
     def __post_init__(self):
         check_at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "num_loops")
         check_at_least(self, 0, "norm_penalty", "embd_std")
-        check_at_least(self, 0, "dropout", most=1)
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"--dropout={self.dropout}: expected a number from 0 up to, not including, 1")
         if self.n_embd % self.n_head:
             raise UserError(f"--n_embd={self.n_embd} is not divisible by --n_head={self.n_head}")
 

@@ -169,25 +169,29 @@ PARALLEL = 1 << 24  # texts from this many characters on are tokenized on all co
 
 def download(path, url, size=None, sha256=None):
     """Fetch url into path, whole or not at all. Its size and checksum are verified, also of a file put there by hand."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with urllib.request.urlopen(url, timeout=30) as reply, whole_file(path) as f:
-                total = int(reply.headers.get("Content-Length") or 0)
-                while chunk := reply.read(1 << 20):
-                    f.write(chunk)
-                    done = f"\r{path.name}: {f.tell() / 1e6:.1f} of {total / 1e6:.1f} MB"
-                    print(done, end="", file=sys.stderr, flush=True)
-                print(file=sys.stderr)
-                if f.tell() < total:
-                    raise ConnectionError(f"the connection ended after {f.tell():,} of {total:,} bytes")
-        except (OSError, http.client.HTTPException) as error:
-            raise UserError(f"no download: {error}. Put {url} at {path} by hand, or use --dataset=python-docs "
-                            f"--tokenizer=char, which need none") from None
-    if size and path.stat().st_size != size:
-        raise UserError(f"{path} should have {size:,} bytes and has {path.stat().st_size:,}: delete it and try again")
-    if sha256 and hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
-        raise UserError(f"{path} has another SHA-256 than the published file: delete it and try again")
+    def verify(p):
+        if size and p.stat().st_size != size:
+            raise UserError(f"{path} should have {size:,} bytes and has {p.stat().st_size:,}: delete it and try again")
+        if sha256 and hashlib.sha256(p.read_bytes()).hexdigest() != sha256:
+            raise UserError(f"{path} has another SHA-256 than the published file: delete it and try again")
+
+    if path.exists():
+        return verify(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with urllib.request.urlopen(url, timeout=30) as reply, whole_file(path) as f:
+            total = int(reply.headers.get("Content-Length") or 0)
+            while chunk := reply.read(1 << 20):
+                f.write(chunk)
+                print(f"\r{path.name}: {f.tell() / 1e6:.1f} of {total / 1e6:.1f} MB", end="", file=sys.stderr, flush=True)
+            print(file=sys.stderr)
+            if f.tell() < total:
+                raise ConnectionError(f"the connection ended after {f.tell():,} of {total:,} bytes")
+            f.flush()
+            verify(Path(f.name))
+    except (OSError, http.client.HTTPException) as error:
+        raise UserError(f"no download: {error}. Put {url} at {path} by hand, or use --dataset=python-docs "
+                        f"--tokenizer=char, which need none") from None
 
 
 def find_source(dataset, data_dir):

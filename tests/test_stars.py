@@ -376,7 +376,8 @@ def test_the_race_counts_seconds_without_the_evaluations(tmp_path, capsys):
     (["--num_loops=0"], "--num_loops=0: expected a number of at least 1"),
     (["--min_loops=9", "--max_loops=4"], "--max_loops=4: expected a number of at least 9"),
     (["--digits=9"], "--digits=9: expected a number from 2 to 8"), (["--digits=1"], "from 2 to 8"),
-    (["--jsrr_rows=1.5"], "from 0 to 1"), (["--placement=sideways"], "invalid choice"),
+    (["--jsrr_rows=0"], "share of the batch"), (["--jsrr_rows=1.5"], "share of the batch"),
+    (["--placement=sideways"], "invalid choice"),
     (["--n_embd=130"], "not divisible"), (["--n_embd=12", "--positions=rope"], "heads of an even width"),
 ])
 def test_bad_settings_are_named_in_one_line(arguments, message, tmp_path):

@@ -2,6 +2,7 @@
 import base64, contextlib, http.server, inspect, io, json, os, pickle, random, re, signal, subprocess, sys, threading
 import time, zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -462,6 +463,10 @@ def test_an_epoch_visits_every_window_once_and_each_epoch_in_another_order(tmp_p
     assert (epochs[0] != epochs[1]).any()
     idx, targets = data.batch("train", 3)
     assert idx.shape == (4, 16) and torch.equal(idx[:, 1:], targets[:, :-1])
+    shares = [train.Run.to_device(SimpleNamespace(rank=rank, world=2, device=torch.device("cpu")), (idx, targets))
+              for rank in range(2)]  # of two processes
+    for whole, *halves in zip((idx, targets), *shares):
+        assert sorted(torch.cat(halves).tolist()) == sorted(whole.tolist())
     split = options(tmp_path, dataset=str(path), batch_size=2, grad_accum=2)
     together = options(tmp_path, dataset=str(path))
     parts = [train.TextData(split, config()).batch("train", i)[0] for i in (6, 7)]
@@ -522,6 +527,9 @@ def test_downloads_are_whole_or_not_there(server, tmp_path, monkeypatch):
     Server.files["/text"] = b"abc" * 1000
     sha = hashlib.sha256(b"abc" * 1000).hexdigest()
     path = tmp_path / "text.txt"
+    for check, message in (((2999,), "should have 2,999 bytes"), ((3000, "0" * 64), "another SHA-256")):
+        with pytest.raises(UserError, match=message):
+            train.download(path, f"{server}/text", *check)
     monkeypatch.setattr(Server, "cut", 500)
     with pytest.raises(UserError, match="ended after 2,500 of 3,000 bytes"):
         train.download(path, f"{server}/text")
