@@ -395,23 +395,13 @@ class FullBandwidthGPT(nn.Module):
                 if mode != "standard":
                     x = torch.where((before == self.config.document_end)[..., None], e, self.fuse(e, h))
                 h = self.stack(x, cache[..., :T + n, :], lengths + n - 1)
-            before, token = token, sample_token(self.readout(h[:, 0]), temperature, top_k, generator)
+            before, token = token, train.sample_token(self.readout(h[:, 0]), temperature, top_k, generator)
             for row, t in zip(new, token[:, 0].tolist()):
                 if not row or row[-1] not in stop:
                     row.append(t)
             if all(row[-1] in stop for row in new):
                 break
         return new
-
-
-def sample_token(logits, temperature, top_k, generator):
-    """One token per row of logits (B, V), (B, 1)."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature < 1e-6:  # or the division overflows
-        return logits.argmax(-1, keepdim=True)
-    if top_k:
-        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:], -math.inf)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -429,7 +419,7 @@ def train_model(run):
     if run.options.dataset in ("wikitext-2", "wikitext-103") and run.config.document_end < 0:  # whose documents are lines
         run.config.document_end = run.data.tokenizer.encode("\n\n=")[-2]
     model = FullBandwidthGPT(run.config)
-    if run.config.init_from and not (run.options.resume and (run.out / "ckpt.pt").exists()):
+    if run.config.init_from and not run.resumes:
         model.load_weights(run.config.init_from, run.data.tokenizer)
     model = run.start(model)
     for step in run.steps():
@@ -453,8 +443,8 @@ PASSES = (1, 2, 3, 4, 5, 10, 20, 30, 100, 1000)
 
 def load_model(path):
     """A trained model, its Options and its tokenizer. One that was saved before its feedback started is a standard one."""
-    model, options, tokenizer = train.load_model(path, "fullbandwidth", FullBandwidthGPT)
     ckpt = train.load_checkpoint(path, "fullbandwidth")
+    model, options, tokenizer = train.restore_model(ckpt, path, "fullbandwidth", FullBandwidthGPT)
     step, start = ckpt["step"], model.config.feedback_from * ckpt["max_steps"]
     if model.W_U is not None and step <= start:
         model.W_U, model.why_not = None, f"was saved after step {step}, before its feedback starts, after step {start:.0f}"

@@ -224,13 +224,7 @@ class LoopedGPT(nn.Module):
                 begin, length = idx.shape[1] - max(1, c.block_size // 2), 0
             h = self.states(idx[:, begin + length:], K, cache=cache, start=length)[-1][:, -1]
             length = idx.shape[1] - begin if use_cache else 0
-            logits = self.readout(h, final=K >= c.num_loops).float()
-            if temperature < 1e-6:  # or the division overflows
-                token = logits.argmax(-1, keepdim=True)
-            else:
-                if top_k:
-                    logits[logits < logits.topk(min(top_k, c.vocab_size)).values[:, -1:]] = -math.inf
-                token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            token = train.sample_token(self.readout(h, final=K >= c.num_loops), temperature, top_k, generator)
             idx = torch.cat([idx, token], dim=1)
         return idx
 

@@ -394,7 +394,7 @@ def train_model(run):
         parts = training_memory(c, run.options.batch_size // run.world)
         run.say("estimated memory: " + ", ".join(f"{part} {n / 1e9:.2f} GB" for part, n in parts.items()))
     model = LoopedTransformer(c)
-    if c.init_from:
+    if c.init_from and not run.resumes:
         load_ouro(model, c.init_from)
     model = run.start(model)
     for step in run.steps():

@@ -370,6 +370,16 @@ def encode_prompt(tokenizer, text):
     return tokenizer.encode(text)
 
 
+def sample_token(logits, temperature, top_k, generator):
+    """One token per row of logits (B, V), (B, 1); the likeliest at temperature 0. top_k: from the k likeliest; 0: all."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature < 1e-6:  # or the division overflows
+        return logits.argmax(-1, keepdim=True)
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:], -math.inf)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+
+
 def count_types(name, text):
     return collections.Counter(Tokenizer.patterns[name].findall(text))
 
@@ -857,7 +867,11 @@ def load_checkpoint(path, name):
 
 def load_model(path, module, model_class):
     """A trained model in eval mode, its Options and its tokenizer, from a run directory or a checkpoint file."""
-    ckpt = load_checkpoint(path, module)
+    return restore_model(load_checkpoint(path, module), path, module, model_class)
+
+
+def restore_model(ckpt, path, module, model_class):
+    """What load_model gives, from the checkpoint that was read from path."""
     try:
         options = Options(**ckpt["options"])
         model = model_class(sys.modules[model_class.__module__].Config(**ckpt["config"]))
@@ -911,6 +925,11 @@ class Run:
         if self.first:
             print(text, flush=True)
 
+    @property
+    def resumes(self):
+        """Whether it goes on from a checkpoint, weights included."""
+        return self.options.resume and (self.out / "ckpt.pt").exists()
+
     def start(self, model):
         """Model to the device, blocks compiled, optimisers built, the last checkpoint loaded. Returns the model."""
         self.model = model.to(self.device)
@@ -918,7 +937,7 @@ class Run:
         self.bad_step = torch.zeros((), device=self.device)
         if self.rank:
             torch.manual_seed(self.options.seed + self.rank)  # dropout differs between processes
-        if self.options.resume and (self.out / "ckpt.pt").exists():
+        if self.resumes:
             self.load()
         elif self.first:
             (self.out / "ckpt.pt").unlink(missing_ok=True)
@@ -1346,10 +1365,11 @@ def launch(name, module, preset, given):
 
 def sweep(name, module, preset, given, sweep_name, seeds):
     """Train every condition of a sweep with every seed, resuming what is there; then the script's own report."""
-    out = Path(given.get("out_dir") or f"out/{name}-{preset or next(iter(module.PRESETS))}-{sweep_name}")
+    preset = preset or next(iter(module.PRESETS))
+    out = Path(given.get("out_dir") or f"out/{name}-{preset}-{sweep_name}")
     first, runs = os.environ.get("RANK", "0") == "0", {}
     conditions, report = module.SWEEPS[sweep_name]
-    defaults = vars(module.Config()) | vars(Options()) | module.PRESETS[preset or next(iter(module.PRESETS))]
+    defaults = vars(module.Config()) | vars(Options()) | module.PRESETS[preset]
     for (condition, fields), seed in itertools.product(conditions.items(), seeds):
         path = runs[condition, seed] = out / f"{condition}-seed{seed}"
         values = defaults | given | fields | {"seed": seed}

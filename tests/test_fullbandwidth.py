@@ -347,7 +347,7 @@ def test_a_generated_document_starts_plain():
                 h = model.stack(model.feedback(h, e, plain))
         generator = torch.Generator().manual_seed(1)
         for t in range(9):
-            token = fullbandwidth.sample_token(model.readout(h[:, 2 + t]), 0.05, None, generator)
+            token = train.sample_token(model.readout(h[:, 2 + t]), 0.05, None, generator)
             assert token[:, 0].tolist() == [row[t] for row in new]
 
 
