@@ -297,17 +297,17 @@ class FullBandwidthGPT(nn.Module):
         """Logits, (.., D) -> (.., V)."""
         return F.linear(h, self.readout_weight)
 
-    def loss(self, idx, targets, passes=None):
+    def loss(self, idx, targets, passes=None, num_targets=None):
         """(loss, metrics) for idx and targets (B, T), targets -1 where there is none; all the mix's passes by default.
 
         Equation 12 with lambda = 1: CE_1 + mean_{k >= 2} CE_k. metrics: ce_k in nats; in evaluation also the mean norms
-        of the fusion's two paths.
+        of the fusion's two paths. num_targets: what the sum over tokens is divided by, by default how many there are.
         """
         k = len(self.config.shares) if passes is None else passes
         states = self.passes(idx, k)
         rows = torch.cat(states).flatten(0, 1)  # of all passes in one call: no more logits live than for one
-        given = (targets >= 0).flatten()
-        share = given.to(rows.dtype) / given.sum()
+        given = (targets >= 0).flatten().to(self.wte.weight.dtype)
+        share = given / (given.sum() if num_targets is None else num_targets)
         scale = torch.cat([share] + [share / (k - 1)] * (k - 1))
         loss, ce = cross_entropy(rows, self.readout_weight, targets.clamp_min(0).flatten().repeat(k), scale)
         metrics = {f"ce_{i}": ce_i for i, ce_i in enumerate((ce.view(k, -1) * share).sum(1), 1)}
@@ -424,9 +424,9 @@ def train_model(run):
     model = run.start(model)
     for step in run.steps():
         passes = sample_passes(run.config, run.options.seed, step, run.max_steps)
-        for idx, targets in run.batches():
+        for idx, targets, num_targets in run.batches():
             with run.autocast():
-                loss, metrics = model.loss(idx, targets, passes)
+                loss, metrics = model.loss(idx, targets, passes, num_targets)
             run.backward(loss, metrics)
         run.update()
     for last in [row for row in run.rows if "val_loss" in row][-1:]:

@@ -165,29 +165,35 @@ class LoopedGPT(nn.Module):
         """Logits r(H) E^T, (..., D) -> (..., V)."""
         return F.linear(self.normed(h, final), self.wte.weight)
 
-    def loss(self, idx, targets, num_loops=None):
-        """(loss, metrics) for idx and targets (B, T).
+    def loss(self, idx, targets, num_loops=None, num_targets=None):
+        """(loss, metrics) for idx and targets (B, T), targets -1 where there is no loss.
 
         terminal: CE_K. per_loop: mean_k CE_k. adaptive: sum_k p_k CE_k - 0.1 entropy(p), p from the exit gate, per token.
         All plus norm_penalty * mean_k mean(H_k^2). metrics: ce_k for the loops read out, final_norm = mean ||H_K||.
+        num_targets: what sums over tokens are divided by, by default how many targets there are here.
         """
         c, K = self.config, num_loops or self.config.num_loops
         states = self.states(idx, K)
         read = [K] if c.supervision == "terminal" and self.training else range(1, K + 1)
         rows = [self.normed(states[k - 1], final=k >= c.num_loops).flatten(0, 1) for k in read]  # each (B T, D)
+        given = (targets >= 0).flatten().to(self.wte.weight.dtype)
+        share = given / (given.sum() if num_targets is None else num_targets)  # (B T): of each token in a mean
         if c.supervision == "adaptive":
             p = self.exit_probabilities(rows)
-            scale = p / targets.numel()  # (K, B T): the weight of each CE in the loss
+            scale = p * share  # (K, B T): the weight of each CE in the loss
         else:
-            scale = self.wte.weight.new_zeros(len(read), targets.numel())
+            scale = share.repeat(len(read), 1)
             supervised = scale[-1:] if c.supervision == "terminal" else scale
-            supervised.fill_(1 / supervised.numel())
-        loss, ce = cross_entropy(torch.cat(rows), self.wte.weight, targets.flatten().repeat(len(read)), scale.flatten())
+            unsupervised = len(read) - len(supervised)
+            scale[:unsupervised] = 0
+            scale /= len(supervised)
+        loss, ce = cross_entropy(torch.cat(rows), self.wte.weight, targets.clamp_min(0).flatten().repeat(len(read)),
+                                 scale.flatten())
         if c.supervision == "adaptive":
-            loss = loss + 0.1 * (p * p.clamp_min(1e-9).log()).sum(0).mean()  # minus 0.1 times the entropy
+            loss = loss + 0.1 * (share * p * p.clamp_min(1e-9).log()).sum()  # minus 0.1 times the entropy
         if c.norm_penalty:
             loss = loss + c.norm_penalty * sum(h.square().mean() for h in states) / K
-        metrics = {f"ce_{k}": ce_k for k, ce_k in zip(read, ce.view(len(read), -1).mean(1))}
+        metrics = {f"ce_{k}": ce_k for k, ce_k in zip(read, (share * ce.view(len(read), -1)).sum(1))}
         return loss, metrics | {"final_norm": states[-1].detach().norm(dim=-1).mean()}
 
     def exit_probabilities(self, rows):
@@ -235,9 +241,9 @@ class LoopedGPT(nn.Module):
 def train_model(run):
     model = run.start(LoopedGPT(run.config))
     for step in run.steps():
-        for idx, targets in run.batches():
+        for idx, targets, num_targets in run.batches():
             with run.autocast():
-                loss, metrics = model.loss(idx, targets)
+                loss, metrics = model.loss(idx, targets, num_targets=num_targets)
             run.backward(loss, metrics)
         run.update()
     evaluations = [row for row in run.rows if "val_loss" in row]

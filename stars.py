@@ -4,7 +4,8 @@ Language Models" (Yang et al., arXiv 2605.26733).
 A looped transformer iterates h^(t+1) = Phi(h^(t)). More loops than it was trained with never hurt if the iteration
 converges: if the spectral radius rho of the Jacobian J of Phi is below 1 at the state it tends to. STARS trains for it:
 external normalisation bounds the state, random loop counts move the supervised state towards the limit, and JSRR
-penalises ||J v||^2 for a random unit v at the state of the sampled loop: loss = (1 - lambda) CE + lambda ||J v||^2.
+penalises ||J v||^2 for a random unit v at h^(t), the state after the sampled loop t, which is read out:
+loss = (1 - lambda) CE + lambda ||J v||^2.
 
     python train.py stars                                            # 4-digit addition with STARS
     python train.py stars --preset=baseline                          # the same model without: rises, peaks, collapses
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -66,18 +68,17 @@ class Config:
     max_loops: int = 16  # and from above, and end here
     l2_penalty: float = 0.0  # weight of mean ||h^(t) - h^(t-1)||, a remedy that fails
     jsrr_lambda: float = 0.1  # weight of JSRR against the cross-entropy, 0 to 1; 0: none
-    jsrr_gate: float = 6.0  # lambda is multiplied by exp(-gate CE): a loop that contracts too soon learns late; 0: not
     jsrr_mode: Literal["vjp", "jvp"] = "vjp"  # J^T v in reverse mode, cheaper here, or J v in forward mode
-    jsrr_steps: int = 1  # power-iteration steps on v; only the last has a gradient
     jsrr_rows: float = 0.25  # share of the batch's rows at which J is taken, one row at least
-    jsrr_detach: bool = False  # no gradient of JSRR through the state; costs one more loop of those rows
+    jsrr_detach: bool = False  # no gradient of JSRR through the state, as in the authors' release
+    jsrr_after: int = 0  # training steps before JSRR sets in; in the authors' release those of the warm-up
     checkpointing: bool = False  # keep only each layer's input for the backward pass and run the layer again there
     init_from: str = ""  # a Hugging Face directory of Ouro's layout to start from: weights, tokenizer, chat template
 
     def __post_init__(self):
         check_at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "mlp_width", "num_loops",
-                       "min_loops", "jsrr_steps", "rope_theta")
-        check_at_least(self, 0, "n_prelude", "n_coda", "residual_scale", "loop_sigma", "l2_penalty", "jsrr_gate")
+                       "min_loops", "rope_theta")
+        check_at_least(self, 0, "n_prelude", "n_coda", "residual_scale", "loop_sigma", "l2_penalty", "jsrr_after")
         check_at_least(self, 0, "jsrr_lambda", "dropout", most=1)
         if not 0 < self.jsrr_rows <= 1:
             raise UserError(f"--jsrr_rows={self.jsrr_rows}: expected a share of the batch, above 0 and at most 1")
@@ -101,11 +102,11 @@ PRESETS = {
     "small": TOY | dict(digits=3, n_embd=64, mlp_width=256, batch_size=128, max_steps=2000, eval_interval=100),
     "baseline": TOY | dict(loop_sampling="fixed", jsrr_lambda=0.0),
     "paper": dict(dataset="addition", n_head=8, n_embd=512, mlp_width=1024, dropout=0.1, loop_mu=2.0, loop_sigma=0.7,
-                  max_loops=100, num_loops=8, jsrr_gate=0.0, jsrr_rows=1.0, lr=1e-4, warmup_steps=2000,
-                  schedule="cosine", max_steps=10_000, batch_size=512, log_interval=50, eval_interval=500,
-                  eval_batches=4),
+                  max_loops=100, num_loops=8, jsrr_rows=1.0, jsrr_detach=True, jsrr_after=2000, lr=1e-4, warmup_steps=2000,
+                  schedule="cosine", grad_clip=0.0, max_steps=10_000, batch_size=512, log_interval=50,
+                  eval_interval=500, eval_batches=4),
     "ouro-1.4b": OURO | dict(
-        loop_mu=1.7, loop_sigma=0.4, jsrr_gate=0.0, jsrr_mode="jvp", jsrr_rows=1.0, checkpointing=True, lr=1e-6, beta2=0.95,
+        loop_mu=1.7, loop_sigma=0.4, jsrr_mode="jvp", jsrr_rows=1.0, checkpointing=True, lr=1e-6, beta2=0.95,
         weight_decay=0.0, max_steps=12_500, schedule="wsd", warmup_steps=1250, decay_share=0.1, batch_size=2, grad_accum=16,
         dataset="AI-MO/NuminaMath-1.5", tokenizer="hub", log_interval=10, eval_interval=500, eval_batches=32),
 }
@@ -271,27 +272,27 @@ class LoopedTransformer(nn.Module):
         """Logits, (B, T, D) -> (B, T, V)."""
         return F.linear(self.normed(h), self.readout_weight)
 
-    def loss(self, idx, targets, num_loops=None):
-        """(loss, metrics) for idx and targets (B, T), targets -1 where there is no loss.
+    def loss(self, idx, targets, num_loops=None, num_targets=None, with_jsrr=True):
+        """(loss, metrics) for idx and targets (B, T), targets -1 where there is no loss, after num_loops loops.
 
-        In training (1 - lambda) CE + lambda JSRR at a sampled loop t, plus l2_penalty * mean ||h^(t) - h^(t-1)||;
-        metrics: loops, jsrr = mean ||J v||^2. In evaluation CE at num_loops; metrics: exact.
+        In training (1 - lambda) CE + lambda JSRR, plus l2_penalty * mean ||h^(t) - h^(t-1)||; metrics: loops, jsrr. In
+        evaluation CE; metrics: exact. num_targets: what the CEs' sum is divided by, by default how many there are here.
         """
-        c, h = self.config, self.embed(idx)
-        t = num_loops or (int(sample_loops(c)) if self.training else c.num_loops)
-        for _ in range(t - 1):
+        c = self.config
+        t = num_loops or c.num_loops
+        h = self.embed(idx)
+        for _ in range(t):
+            before = h
             h = self.step(h)
-        before = h
-        h, jsrr = self.step_with_jsrr(h) if self.training and c.jsrr_lambda else (self.step(h), None)
-        answer = targets >= 0
-        loss, _ = cross_entropy(self.normed(h).flatten(0, 1), self.readout_weight, targets.clamp_min(0).flatten(),
-                                (answer / answer.sum()).flatten())
+        answer = (targets >= 0).flatten().to(self.wte.weight.dtype)
+        share = answer / (answer.sum() if num_targets is None else num_targets)  # of each token in the mean
+        ce, _ = cross_entropy(self.normed(h).flatten(0, 1), self.readout_weight, targets.clamp_min(0).flatten(), share)
         if not self.training:
-            return loss, {"exact": self.exact(h, targets)}
-        metrics = {"loops": torch.full((), float(t), device=idx.device)}  # a copy from the CPU would wait
-        if jsrr is not None:
-            gated = c.jsrr_lambda * torch.exp(-c.jsrr_gate * loss.detach())
-            loss, metrics["jsrr"] = (1 - gated) * loss + gated * jsrr, jsrr
+            return ce, {"exact": self.exact(h, targets)}
+        loss, metrics = ce, {"loops": torch.full((), float(t), device=idx.device)}  # a copy from the CPU would wait
+        if c.jsrr_lambda and with_jsrr:
+            metrics["jsrr"] = jsrr = self.jsrr(h)
+            loss = (1 - c.jsrr_lambda) * ce + c.jsrr_lambda * jsrr
         if c.l2_penalty:
             loss = loss + c.l2_penalty * (h - before).float().norm(dim=-1).mean()
         return loss, metrics
@@ -301,26 +302,19 @@ class LoopedTransformer(nn.Module):
         share whose whole answer greedy decoding gets right."""
         return ((self.readout(h).argmax(-1) == targets) | (targets < 0)).all(1).float().mean()
 
-    def step_with_jsrr(self, h):
-        """(h^(t), JSRR) from h = h^(t-1): the last loop, and the mean of ||J v||^2 over jsrr_rows of the rows.
+    def jsrr(self, h):
+        """L_JSRR^(t): the mean of ||J v||^2 over the first jsrr_rows of the rows of h = h^(t), v a random unit vector each.
 
-        One loop gives both: in forward mode it runs in dual numbers, in reverse mode its graph is walked back and
-        differentiated again. Both need the blocks uncompiled: torch.compile has no second derivatives. Forward and
-        backward of 6 loops at width 128, batch 256, bf16, one CPU core, against none: vjp 1.12x with J at a quarter of
-        the rows and 1.49x at all of them, jvp 1.21x and 1.69x.
+        J at h^(t) is that of loop t + 1, which is run for it, of those rows only. It runs uncompiled: torch.compile has no
+        second derivatives. In training a gradient flows into the state as well, unless jsrr_detach.
         """
         c = self.config
-        at = h[:max(1, round(c.jsrr_rows * len(h)))]  # where J is taken
-        v = random_directions(at)
-        with torch.compiler.set_stance("force_eager"):
-            for _ in range(c.jsrr_steps - 1):
-                v = normalize(self.step_and_product(at.detach(), v)[1].detach())
-            after, Jv = self.step_and_product(at.detach() if c.jsrr_detach else at, v)
+        at = h[:max(1, round(c.jsrr_rows * len(h)))]
         if c.jsrr_detach:
-            after = self.step(h)
-        elif len(at) < len(h):
-            after = torch.cat([after, self.step(h[len(at):])])
-        return after, Jv.to(torch.promote_types(Jv.dtype, torch.float32)).square().sum() / len(at)
+            at = at.detach()
+        with torch.compiler.set_stance("force_eager"):
+            _, Jv = self.step_and_product(at, random_directions(at))
+        return Jv.to(torch.promote_types(Jv.dtype, torch.float32)).square().sum() / len(at)
 
     def step_and_product(self, h, v):
         """`product` of one loop in the configured mode; with checkpointing layer by layer, each J v run again later."""
@@ -339,7 +333,7 @@ class LoopedTransformer(nn.Module):
         """Training FLOPs per token at the mean loop count, without JSRR's: 6 per weight used, 6 T D per attention."""
         c = self.config
         layer = sum(p.numel() for p in self.blocks[0].parameters() if p.ndim == 2) + c.block_size * c.n_embd
-        loops = sample_loops(c, 10_000, torch.Generator().manual_seed(0)).float().mean().item()
+        loops = sample_loops(c, np.random.default_rng(0), 10_000).mean().item()
         return 6 * (layer * (c.n_layer * loops + c.n_prelude + c.n_coda) + c.vocab_size * c.n_embd)
 
     def final(self, idx, num_loops, cache=None, start=0):
@@ -370,19 +364,19 @@ class LoopedTransformer(nn.Module):
         return idx
 
 
-def sample_loops(config, n=1, generator=None):
-    """n loop counts t, int64, always on the CPU: clip(round(LogNormal(mu, sigma)), min, max), or the other choices."""
+def sample_loops(config, rng, n=1):
+    """n loop counts t, an int array, from a numpy Generator: clip(round(LogNormal(mu, sigma)), min, max), or the others."""
     c = config
     match c.loop_sampling:
         case "fixed":
-            return torch.full((n,), c.num_loops)
+            return np.full(n, c.num_loops)
         case "lognormal":
-            t = torch.exp(c.loop_mu + c.loop_sigma * torch.randn(n, generator=generator))
+            t = rng.lognormal(c.loop_mu, c.loop_sigma, n)
         case "poisson":
-            t = torch.poisson(torch.full((n,), float(c.num_loops)), generator)
+            t = rng.poisson(c.num_loops, n)
         case "uniform":
-            t = torch.randint(c.min_loops, c.max_loops + 1, (n,), generator=generator).float()
-    return t.round().clamp(c.min_loops, c.max_loops).long()
+            t = rng.integers(c.min_loops, c.max_loops, n, endpoint=True)
+    return np.clip(np.rint(t), c.min_loops, c.max_loops).astype(int)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -398,9 +392,11 @@ def train_model(run):
         load_ouro(model, c.init_from)
     model = run.start(model)
     for step in run.steps():
-        for idx, targets in run.batches():
+        rng = np.random.default_rng([run.options.seed, step, 1])  # so that resuming, and every process, draws the same t
+        t = int(sample_loops(c, rng)[0])
+        for idx, targets, num_targets in run.batches():
             with run.autocast():
-                loss, metrics = model.loss(idx, targets)
+                loss, metrics = model.loss(idx, targets, t, num_targets, with_jsrr=step > c.jsrr_after)
             run.backward(loss, metrics)
         run.update()
     if c.checkpointing:

@@ -53,13 +53,18 @@ class Options:
     decay_share: float = 0.25  # the last share of the steps, in which wsd decays
     log_interval: int = 10  # steps between progress lines (and rows of log.csv)
     eval_interval: int = 100  # steps between evaluations, each followed by a checkpoint
-    eval_batches: int = 10  # batches per evaluation
+    eval_batches: int = 10  # an evaluation has as many rows as this many training steps
     seed: int = 42  # seeds initialisation, data order and dropout
     device: str = "auto"  # auto, cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where the hardware is fast at it
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile of the blocks; auto: on CUDA, on CPUs above 10M weights
     resume: bool = False  # go on from out_dir's last checkpoint
     overwrite: bool = False  # start again in an out_dir that holds a run
+
+    @property
+    def step_rows(self):
+        """Sequences per optimiser step."""
+        return self.batch_size * self.grad_accum
 
     def __post_init__(self):
         check_at_least(self, 1, "epochs", "batch_size", "grad_accum", "log_interval", "eval_interval", "eval_batches")
@@ -429,10 +434,20 @@ def token_cache(options, vocab_size):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Batches. Batch i of a split is a pure function of (seed, i): the data position is the step, and resuming is exact.
+# Data. `batch(split, i)` gives (idx, targets), each (rows, T) int64, of a whole step, which may be split into micro-batches
+# and shared out between processes: batch i is a pure function of (seed, i), so that resuming is exact, and of the rows of a
+# step, however they are split. Targets are -1 where there is no loss.
+
+VALIDATION = 2 ** 96 - 1  # in the place of a seed: the validation split is the same at every seed, and no seed's
+
+
+def stream(options, split, i):
+    """The random numbers of batch i of a split."""
+    return np.random.default_rng([options.seed if split == "train" else VALIDATION, i])
+
 
 class TextData:
-    """Windows of block_size + 1 tokens from a token stream. `batch` gives idx and targets, each (rows, T) int64."""
+    """Windows of block_size + 1 tokens from a token stream."""
 
     def __init__(self, options, config):
         self.options, self.T = options, config.block_size
@@ -443,19 +458,17 @@ class TextData:
                 raise UserError(f"{options.dataset}: its {split} split has {n} tokens and a window takes {self.T + 1}: use "
                                 f"a longer text or a smaller --block_size")
         self.windows = (len(self.tokens["train"]) - 1 - self.T) // (options.stride or self.T) + 1
-        self.batches_per_epoch = self.windows // options.batch_size
+        self.steps_per_epoch = self.windows // options.step_rows
 
     def starts(self, split, i):
         """Where the windows of batch i begin."""
         o, n = self.options, len(self.tokens[split]) - self.T
         if split != "train":  # evenly spread, the same at every evaluation
-            return np.linspace(0, n - 1, o.eval_batches * o.batch_size).astype(np.int64)[i::o.eval_batches]
+            return np.linspace(0, n - 1, o.eval_batches * o.step_rows).astype(np.int64)[i::o.eval_batches]
         if not o.stride:
-            step, i = divmod(i, o.grad_accum)  # a step's windows are the same however it is split into micro-batches
-            drawn = np.random.default_rng([o.seed, step]).integers(0, n, o.batch_size * o.grad_accum)
-            return drawn[i * o.batch_size:][:o.batch_size]
-        epoch, i = divmod(i, self.batches_per_epoch)
-        return self.permutation(epoch)[i * o.batch_size:][:o.batch_size] * o.stride
+            return stream(o, split, i).integers(0, n, o.step_rows)
+        epoch, i = divmod(i, self.steps_per_epoch)
+        return self.permutation(epoch)[i * o.step_rows:][:o.step_rows] * o.stride
 
     @functools.lru_cache(1)
     def permutation(self, epoch):
@@ -482,7 +495,7 @@ class AdditionData:
         self.reversed_answers = getattr(config, "reversed_answers", True)
         self.tokenizer = Tokenizer("char", self.vocab)
         self.vocab_size = self.tokenizer.vocab_size
-        self.batches_per_epoch = max(1, (9 * 10 ** (self.digits - 1)) ** 2 // options.batch_size)
+        self.steps_per_epoch = max(1, (9 * 10 ** (self.digits - 1)) ** 2 // options.step_rows)
 
     @staticmethod
     def held_out(a, b):
@@ -493,7 +506,7 @@ class AdditionData:
 
     def operands(self, split, i, n):
         """n pairs of operands, (2, n), of batch i of a split."""
-        rng = np.random.default_rng([self.options.seed, i] if split == "train" else [i])
+        rng = stream(self.options, split, i)
         a, b = drawn = rng.integers(10 ** (self.digits - 1), 10 ** self.digits, (2, n))
         while (wrong := self.held_out(a, b) == (split == "train")).any():
             drawn[:, wrong] = rng.integers(10 ** (self.digits - 1), 10 ** self.digits, (2, wrong.sum()))
@@ -510,7 +523,7 @@ class AdditionData:
         return rows[:, :-1], targets
 
     def batch(self, split, i):
-        return self.encode(*self.operands(split, i, self.options.batch_size))
+        return self.encode(*self.operands(split, i, self.options.step_rows))
 
 
 class RunningSumData:
@@ -520,11 +533,10 @@ class RunningSumData:
     def __init__(self, options, config):
         self.options, self.T, self.vocab_size = options, config.block_size, config.modulus
         self.tokenizer = Tokenizer("char", [chr(ord("0") + i) for i in range(self.vocab_size)])
-        self.batches_per_epoch = max(1, 2 ** min(self.T, 20) // options.batch_size)
+        self.steps_per_epoch = max(1, 2 ** min(self.T, 20) // options.step_rows)
 
     def batch(self, split, i):
-        rng = np.random.default_rng([self.options.seed, i] if split == "train" else [i])
-        bits = torch.from_numpy(rng.integers(0, 2, (self.options.batch_size, self.T)))
+        bits = torch.from_numpy(stream(self.options, split, i).integers(0, 2, (self.options.step_rows, self.T)))
         return bits, bits.cumsum(1) % self.vocab_size
 
 
@@ -548,7 +560,7 @@ class StateTrackData:
         length = lambda task, size: len(self.tokenizer.encode(self.program(task, 0, size)[0]))
         self.T = max(config.block_size, length("registers", 8))
         self.fitting = {task: [size for size in sizes if length(task, size) <= self.T] for task, sizes in self.sizes.items()}
-        self.batches_per_epoch = max(1, 1_000_000 // options.batch_size)
+        self.steps_per_epoch = max(1, 1_000_000 // options.step_rows)
 
     def program(self, task, i, size, writes=16):
         """Program i of a task, (text up to the colon, label: which of the two answers, group). The programs of a group
@@ -570,7 +582,7 @@ class StateTrackData:
 
     def batch(self, split, i):
         """Each row a random program of a random task, of a size that fits into T tokens."""
-        n, rng = self.options.batch_size, np.random.default_rng([self.options.seed, i] if split == "train" else [i])
+        n, rng = self.options.step_rows, stream(self.options, split, i)
         idx, targets = torch.zeros(n, self.T, dtype=torch.int64), torch.full((n, self.T), -1)
         for row in range(n):
             task = rng.choice(list(self.sizes))
@@ -639,8 +651,8 @@ def encode_answers(tokenizer, problems, solutions, T):
 
 class AnswerData:
     """Supervised fine-tuning: problems and solutions, of which every 50th row is held out. Targets are -1 before the
-    solution. A step's rows are the same however it is split into micro-batches, each of rows of similar lengths, padded to
-    the longest."""
+    solution. A batch's rows are sorted by length, so that a micro-batch has rows of similar lengths."""
+    ragged = True
 
     def __init__(self, options, config):
         self.options, self.T, self.vocab_size = options, config.block_size, config.vocab_size
@@ -668,7 +680,7 @@ class AnswerData:
             raise UserError(f"--dataset={options.dataset}: {len(self.ends)} usable rows; every 50th is held out: give more")
         held_out = np.arange(len(self.ends)) % 50 == 49
         self.splits = {"train": np.flatnonzero(~held_out), "val": np.flatnonzero(held_out)}
-        self.batches_per_epoch = max(1, len(self.splits["train"]) // options.batch_size)
+        self.steps_per_epoch = max(1, len(self.splits["train"]) // options.step_rows)
 
     @functools.lru_cache(2)
     def permutation(self, epoch):
@@ -678,13 +690,12 @@ class AnswerData:
         """The rows of batch i: of the training split in an order new in each epoch, in which none is left out."""
         o, n = self.options, len(self.splits[split])
         if split != "train":
-            spread = np.linspace(0, n - 1, o.eval_batches * o.batch_size).astype(np.int64)
-            return self.splits[split][spread[i::o.eval_batches]]
-        step, i = divmod(i, o.grad_accum)
-        size = o.batch_size * o.grad_accum
-        drawn = np.array([self.permutation(p // n)[p % n] for p in range(step * size, (step + 1) * size)])
+            spread = np.linspace(0, n - 1, o.eval_batches * o.step_rows).astype(np.int64)
+            drawn = self.splits[split][spread[i::o.eval_batches]]
+        else:
+            drawn = np.array([self.permutation(p // n)[p % n] for p in range(i * o.step_rows, (i + 1) * o.step_rows)])
         lengths = np.diff(self.ends, prepend=0)[drawn]
-        return drawn[np.argsort(lengths, kind="stable")][i * o.batch_size:][:o.batch_size]
+        return drawn[np.argsort(lengths, kind="stable")]
 
     def batch(self, split, i):
         rows = self.rows(split, i)
@@ -846,7 +857,9 @@ def schedule(o, step, max_steps):
     t = (step - o.warmup_steps - 1) / (max_steps - o.warmup_steps)
     if o.schedule == "cosine":
         return 0.5 * (1 + math.cos(math.pi * t))
-    return min(1.0, (1 - t) / max(o.decay_share, 1e-9)) if o.schedule == "wsd" else 1.0
+    if o.schedule == "wsd":
+        return min(1.0, (max_steps - step + 1) / max(o.decay_share * max_steps, 1))
+    return 1.0
 
 
 def load_checkpoint(path, name):
@@ -881,17 +894,27 @@ def restore_model(ckpt, path, module, model_class):
     return model.to(pick_device("auto")).eval(), options, build_tokenizer(ckpt["tokenizer"], options.data_dir)
 
 
+def micro_batches(data, split, i):
+    """Batch i of a split in grad_accum parts (idx, targets), each cut to its longest row where rows differ in length."""
+    for idx, targets in zip(*(t.chunk(data.options.grad_accum) for t in data.batch(split, i))):
+        T = idx.shape[1]
+        if getattr(data, "ragged", False):
+            T = int((targets >= 0).any(0).nonzero().max()) + 1
+        yield idx[:, :T], targets[:, :T]
+
+
 def validation_batches(options, tokenizer, model, n):
-    """The data that a trained run was trained on, and the first n validation batches on the model's device."""
+    """The data that a trained run was trained on, and the first n validation micro-batches on the model's device."""
     data, device = load_data(options, model.config), next(model.parameters()).device
     if data.tokenizer.spec != tokenizer.spec:
         raise UserError(f"--dataset={options.dataset} now has another vocabulary than the run was trained with")
-    return data, [tuple(t.to(device) for t in data.batch("val", i)) for i in range(n)]
+    parts = (part for i in itertools.count() for part in micro_batches(data, "val", i))
+    return data, [tuple(t.to(device) for t in part) for part in itertools.islice(parts, n)]
 
 
 class Run:
-    """One training run. A script's loop is: model = run.start(Model(run.config)); for step in run.steps(): for idx, targets
-    in run.batches(): with run.autocast(): loss, metrics = model.loss(idx, targets); run.backward(...); run.update()."""
+    """One training run. A script's loop is: model = run.start(Model(run.config)); for step in run.steps(): for idx, targets,
+    num_targets in run.batches(): with run.autocast(): loss, metrics = model.loss(..); run.backward(..); run.update()."""
 
     def __init__(self, name, preset, config, options, show):
         self.name, self.preset, self.options, self.show, self.out = name, preset, options, show, Path(options.out_dir)
@@ -915,9 +938,8 @@ class Run:
             if self.world > 1:
                 dist.barrier()
         self.config = dataclasses.replace(config, vocab_size=self.data.vocab_size, block_size=self.data.T)
-        epoch = self.data.batches_per_epoch
-        self.max_steps = options.max_steps or options.epochs * epoch // options.grad_accum
-        if not self.max_steps or options.stride and not epoch:
+        self.max_steps = options.max_steps or options.epochs * self.data.steps_per_epoch
+        if not self.max_steps or options.stride and not self.data.steps_per_epoch:
             raise UserError(f"{options.dataset} has not one step of {options.batch_size} x {options.grad_accum} windows")
         torch.manual_seed(options.seed)
 
@@ -998,12 +1020,19 @@ class Run:
             return [t.pin_memory().to(self.device, non_blocking=True) for t in rows]
         return [t.to(self.device) for t in rows]
 
+    def share_out(self, split, indices):
+        """(idx, targets, num_targets) for every micro-batch of some batches of a split: this process's rows, and what the
+        sum over its targets is divided by, so that the mean over micro-batches and processes is that over all targets."""
+        parts = [part for i in indices for part in micro_batches(self.data, split, i)]
+        num_targets = sum(int((targets >= 0).sum()) for _, targets in parts) / len(parts) / self.world
+        for part in parts:
+            yield *self.to_device(part), num_targets
+
     def batches(self):
-        """This step's grad_accum micro-batches (idx, targets), this process's rows of them."""
-        for i in range(self.options.grad_accum):
-            batch = self.data.batch("train", (self.step - 1) * self.options.grad_accum + i)
-            self.tokens += batch[0].numel()
-            yield self.to_device(batch)
+        """This step's micro-batches."""
+        for idx, targets, num_targets in self.share_out("train", [self.step - 1]):
+            self.tokens += idx.numel() * self.world
+            yield idx, targets, num_targets
 
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -1032,14 +1061,14 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self):
-        """Mean loss and metrics over the evaluation batches, as val_* columns."""
+        """Mean loss, over targets, and metrics of the validation rows, as val_* columns."""
         self.model.eval()
         total, n = collections.Counter(), self.options.eval_batches
-        for i in range(n):
+        for idx, targets, num_targets in self.share_out("val", range(n)):
             with self.autocast():
-                loss, metrics = self.model.loss(*self.to_device(self.data.batch("val", i)))
+                loss, metrics = self.model.loss(idx, targets, num_targets=num_targets)
             for name, value in {"loss": loss, **metrics}.items():
-                total[f"val_{name}"] += self.mean(value) / n
+                total[f"val_{name}"] += self.mean(value) / (n * self.options.grad_accum)
         self.model.train()
         return dict(total)
 

@@ -73,21 +73,20 @@ def plain_looped_gpt(model, idx, targets):
 
 
 def plain_stars(model, idx, targets):
-    """A fixed number of loops; J^T v at the last loop's input, as stars.py has it, from one more evaluation of the loop."""
+    """A fixed number of loops; J^T v at the last loop's state, as stars.py has it."""
     c, h, log = model.config, model.embed(idx), []
     for _ in range(c.num_loops):
-        before, h = h, model.step(h)
+        h = model.step(h)
         log.append(h.norm(dim=-1).mean().item())
     loss = F.cross_entropy(model.readout(h).flatten(0, 1), targets.flatten(), ignore_index=-1)
     if not c.jsrr_lambda:
         return loss
-    at = before[:max(1, round(c.jsrr_rows * len(h)))]
+    at = h[:max(1, round(c.jsrr_rows * len(h)))]
     v = stars.random_directions(at)
     with sdpa_kernel(SDPBackend.MATH):  # long windows too need a second derivative
         Jv, = torch.autograd.grad(model.step(at), at, v, create_graph=True)
     jsrr = Jv.to(torch.promote_types(Jv.dtype, torch.float32)).square().sum() / len(at)
-    gated = c.jsrr_lambda * math.exp(-c.jsrr_gate * loss.item())
-    return (1 - gated) * loss + gated * jsrr
+    return (1 - c.jsrr_lambda) * loss + c.jsrr_lambda * jsrr
 
 
 def plain_fullbandwidth(model, idx, targets):

@@ -1,12 +1,27 @@
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import train
 
 
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)
+
+
+def step_gradients(model, data, world=1, **arguments):
+    """The gradients of training step 4 as one vector: the sum of what every process does with its share of the rows."""
+    model.zero_grad()
+    options, cpu = data.options, torch.device("cpu")
+    for rank in range(world):
+        run = SimpleNamespace(rank=rank, world=world, data=data, device=cpu)
+        run.to_device = lambda batch, run=run: train.Run.to_device(run, batch)
+        for idx, targets, num_targets in train.Run.share_out(run, "train", [3]):
+            loss, _ = model.loss(idx, targets, num_targets=num_targets, **arguments)
+            (loss / options.grad_accum / world).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])

@@ -1,6 +1,6 @@
 """Ouro in Hugging Face's layout, supervised fine-tuning, and lm-evaluation-harness; small files of the real formats, made
 here. What needs an optional package is skipped without it."""
-import json, math, sys
+import dataclasses, json, math, sys
 
 import numpy as np
 import pytest
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import fullbandwidth, looped_gpt, stars, train
+from conftest import step_gradients
 from train import UserError
 
 WIDTH, LAYERS, HEADS, MLP, VOCAB, LOOPS = 64, 2, 4, 96, 512, 4
@@ -183,7 +184,7 @@ def test_the_preset_has_ouros_parameters_and_says_what_training_takes():
 def test_a_checkpointed_step_gives_the_plain_steps_loss_and_gradients(hub):
     idx = torch.randint(VOCAB, (4, 70))
     targets = idx.masked_fill(torch.rand(idx.shape) < 0.3, -1)
-    for changed in (dict(), dict(jsrr_rows=0.5), dict(jsrr_detach=True, jsrr_steps=2)):
+    for changed in (dict(), dict(jsrr_rows=0.5), dict(jsrr_detach=True)):
         results = []
         for checkpointing in (False, True):
             fields = dict(jsrr_mode="jvp", checkpointing=checkpointing, init_from=str(hub)) | changed
@@ -260,13 +261,30 @@ def test_every_row_is_seen_once_an_epoch_in_batches_of_similar_lengths(hub, prob
     data = answer_data(hub, problems, tmp_path)
     assert "120 rows, 120 used" in capsys.readouterr().out
     assert data.splits["val"].tolist() == [49, 99] and len(data.splits["train"]) == 118
-    seen = np.concatenate([data.rows("train", i) for i in range(3 * 59)])  # 59 steps of 12 rows: 6 epochs
+    steps = [data.rows("train", i) for i in range(59)]  # of 12 rows: 6 epochs
+    seen, lengths = np.concatenate(steps), np.diff(data.ends, prepend=0)
     assert len(seen) == 708 and (np.bincount(seen, minlength=120)[data.splits["train"]] == 6).all()
-    spread = [np.ptp(np.diff(data.ends, prepend=0)[data.rows("train", i)]) for i in range(30)]
-    assert np.mean(spread) < 0.5 * np.mean([np.ptp(np.diff(data.ends, prepend=0)[seen[i::59]]) for i in range(59)])
-    whole = answer_data(hub, problems, tmp_path, batch_size=12, grad_accum=1)
-    assert sorted(np.concatenate([data.rows("train", i) for i in range(3)])) == sorted(whole.rows("train", 0))
+    spread = [np.ptp(lengths[part]) for rows in steps for part in np.split(rows, 3)]
+    assert np.mean(spread) < 0.5 * np.mean([np.ptp(lengths[seen[i::177]]) for i in range(177)])
+    answer_data(hub, problems, tmp_path)
     assert capsys.readouterr().out == ""  # from the cache
+
+
+def test_an_answers_weight_does_not_depend_on_how_a_step_is_split(hub, problems, tmp_path):
+    """Rows of 30 to 50 tokens, sorted by length across the micro-batches: a mean of means would weigh them unequally."""
+    torch.manual_seed(0)
+    config = dataclasses.replace(stars.ouro_config(hub), jsrr_lambda=0.0)
+    model, splits = stars.LoopedTransformer(config).double(), {}
+    for batch_size, grad_accum, world in ((8, 1, 1), (4, 2, 1), (1, 8, 1), (4, 2, 2)):
+        data = answer_data(hub, problems, tmp_path, batch_size=batch_size, grad_accum=grad_accum)
+        splits[batch_size, grad_accum, world] = step_gradients(model, data, world, num_loops=3)
+    idx, targets = data.batch("train", 3)
+    logits = F.linear(model.final(idx, 3), model.readout_weight)
+    model.zero_grad()
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1).backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    for split, gradients in splits.items():
+        assert (gradients - expected).norm() < 1e-12 * expected.norm(), split
 
 
 def test_a_batch_is_its_rows_shifted_and_padded(hub, problems, tmp_path):

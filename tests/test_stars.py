@@ -122,7 +122,7 @@ def test_jsrr_has_the_gradient_of_finite_differences(mode, detach):
     """Over a weight and over the state; detached, the state's part is missing and only that."""
     model, h = small_model(jsrr_mode=mode, jsrr_detach=detach, jsrr_rows=1.0), state(rows=2).requires_grad_()
     weight = model.blocks[0].mlp.up.weight
-    jsrr = lambda: (torch.manual_seed(5), model.step_with_jsrr(h)[1])[1]
+    jsrr = lambda: (torch.manual_seed(5), model.jsrr(h))[1]
     of_weight, of_state = torch.autograd.grad(jsrr(), (weight, h), allow_unused=True)
     assert (of_state is None) == detach
     for tensor, gradient in ((weight, of_weight), (h, of_state)):
@@ -145,66 +145,71 @@ def test_one_step_of_jsrr_measures_the_mean_gain_not_the_spectral_radius(mode):
     J = full_jacobians(model, h)[0]
     mean_gain = J.square().sum().item() / len(J)
     rho, sigma = torch.linalg.eigvals(J).abs().max().item(), torch.linalg.matrix_norm(J, 2).item()
-    estimate = model.step_with_jsrr(h.repeat(20_000, 1, 1))[1].item()  # a v of its own for each row
+    estimate = model.jsrr(h.repeat(20_000, 1, 1)).item()  # a v of its own for each row
     assert estimate == pytest.approx(mean_gain, rel=0.02)
     assert abs(estimate - rho ** 2) > 0.2 * rho ** 2 and estimate < 0.5 * sigma ** 2
 
 
-@pytest.mark.parametrize("mode", ["jvp", "vjp"])
-def test_many_steps_of_jsrr_measure_the_spectral_radius(mode):
-    h = state(rows=8)
-    for seed in range(20):  # a model whose dominant eigenvalues are real: else ||J v|| turns for ever
-        model = small_model(seed, jsrr_mode=mode, jsrr_steps=400, jsrr_rows=1.0)
-        eigenvalues = torch.linalg.eigvals(full_jacobians(model, h[:1])[0])
-        top = eigenvalues[eigenvalues.abs().argsort(descending=True)[:2]]
-        if top[0].imag == 0 and top[1].abs() < 0.95 * top[0].abs():
-            break
-    estimate = model.step_with_jsrr(h[:1])[1].item()
-    assert math.sqrt(estimate) == pytest.approx(top[0].abs().item(), rel=1e-3)
+@pytest.mark.parametrize("num_loops", [1, 2, 5])
+def test_jsrr_is_taken_at_the_state_that_is_read_out(num_loops):
+    """L_JSRR^(t) has J at h^(t): with one loop too, where J at h^(t-1) would be that at the raw embeddings."""
+    model, (idx, targets) = small_model(jsrr_rows=1.0), small_data().batch("train", 0)
+    torch.manual_seed(3)
+    measured = model.loss(idx, targets, num_loops)[1]["jsrr"].item()
+    h = list(stars.trajectory(model, idx, num_loops))
+    torch.manual_seed(3)
+    v = stars.random_directions(h[-1]).flatten(1)
+    gains = {t: (full_jacobians(model, h[t]).transpose(1, 2) @ v[:, :, None]).square().sum((1, 2)).mean().item()
+             for t in (num_loops, num_loops - 1)}
+    assert measured == pytest.approx(gains[num_loops], rel=1e-9)
+    assert abs(gains[num_loops - 1] / gains[num_loops] - 1) > 0.05, "the two states are told apart"
 
 
-def test_jsrr_costs_no_extra_loop_unless_detached():
-    for fields, evaluations in ((dict(jsrr_rows=1.0), 5), (dict(jsrr_rows=1.0, jsrr_mode="jvp"), 5),
-                                (dict(jsrr_rows=1.0, jsrr_detach=True), 6)):
+def test_at_the_raw_embeddings_the_jacobian_is_a_thousand_times_larger():
+    """Why JSRR at h^(t-1) made spikes wherever one loop was drawn: embeddings have std 0.02, a normed state has 1."""
+    torch.manual_seed(0)
+    model = stars.LoopedTransformer(stars.Config(n_embd=512, n_head=8, mlp_width=1024))
+    idx, _ = train.AdditionData(train.Options(dataset="addition", batch_size=2), model.config).batch("train", 0)
+    embedded, once = list(stars.trajectory(model, idx, 1))
+    gain = lambda h: stars.jacobian_gain(model, h, 16, generator()).square().mean().item()
+    assert gain(embedded) > 1000 and 0.8 < gain(once) < 1.1
+
+
+def test_jsrr_costs_one_more_loop_of_its_rows():
+    for fields, rows_of_jsrr in ((dict(jsrr_rows=0.25), 4), (dict(jsrr_rows=1.0, jsrr_mode="jvp"), 16)):
         model, rows = small_model(**fields), []
         step = model.step
         model.step = lambda h: rows.append(len(h)) or step(h)
         model.loss(*small_data().batch("train", 0), num_loops=5)
-        assert sum(rows) == 16 * evaluations
-    model, rows = small_model(jsrr_rows=0.25), []
-    step = model.step
-    model.step = lambda h: rows.append(len(h)) or step(h)
-    model.loss(*small_data().batch("train", 0), num_loops=5)
-    assert rows == [16, 16, 16, 16, 4, 12]
+        assert rows == [16] * 5 + [rows_of_jsrr]
 
 
 def test_the_loss_is_the_convex_combination():
-    model, batch = small_model(jsrr_lambda=0.3, jsrr_gate=0.0), small_data().batch("train", 0)
-    torch.manual_seed(0)
+    model, batch = small_model(jsrr_lambda=0.3), small_data().batch("train", 0)
     combined, metrics = model.loss(*batch, num_loops=3)
-    model.config = dataclasses.replace(model.config, jsrr_gate=2.0)
-    gated, same = model.loss(*batch, num_loops=3)
-    model.config = dataclasses.replace(model.config, jsrr_lambda=0.0)
-    ce, plain = model.loss(*batch, num_loops=3)
+    ce, plain = model.loss(*batch, num_loops=3, with_jsrr=False)
     assert combined.item() == pytest.approx(0.7 * ce.item() + 0.3 * metrics["jsrr"].item()) and "jsrr" not in plain
-    share = 0.3 * math.exp(-2 * ce.item())
-    assert gated.item() == pytest.approx((1 - share) * ce.item() + share * same["jsrr"].item(), rel=0.02)
+    model.config = dataclasses.replace(model.config, jsrr_lambda=0.0)
+    assert model.loss(*batch, num_loops=3)[0].item() == ce.item()
     model.config = dataclasses.replace(model.config, l2_penalty=0.5)
     h = list(stars.trajectory(model, batch[0], 3))
     update = (h[3] - h[2]).norm(dim=-1).mean().item()
     assert model.loss(*batch, num_loops=3)[0].item() == pytest.approx(ce.item() + 0.5 * update)
 
 
-def test_training_on_jsrr_alone_makes_the_loop_contract():
-    model = small_model(jsrr_lambda=1.0, jsrr_gate=0.0, jsrr_rows=1.0, tied=False, spread=3.0)
+@pytest.mark.parametrize("seed", [0, 2, 4])
+def test_training_on_jsrr_alone_shrinks_the_gain_where_it_is_taken(seed):
+    """At h^(4). Whether the loop then converges is another matter: from seed 2 the state goes on in steps of 1.7."""
+    model = small_model(seed, jsrr_lambda=1.0, jsrr_rows=1.0, tied=False, spread=3.0)
     idx, targets = small_data().batch("train", 0)
+    gain = lambda: stars.jacobian_gain(model, list(stars.trajectory(model, idx, 4))[-1], 64, generator()).square().mean()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    before = stars.convergence(model, idx, 60)[-1, 0]
+    before = gain()
     for _ in range(60):
         optimizer.zero_grad()
         model.loss(idx, targets, num_loops=4)[0].backward()
         optimizer.step()
-    assert stars.convergence(model, idx, 60)[-1, 0] < 1e-3 * before
+    assert gain() < 0.2 * before
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -247,7 +252,7 @@ def test_a_fixed_point_attracts_where_the_spectral_radius_is_below_one():
 # The loop counts, the task and the decoding
 
 def test_loop_counts_are_rounded_and_clipped():
-    draw = lambda **fields: stars.sample_loops(stars.Config(**fields), 20_000, generator()).double()
+    draw = lambda **fields: torch.tensor(stars.sample_loops(stars.Config(**fields), np.random.default_rng(0), 20_000)).double()
     t = draw(loop_mu=2.0, loop_sigma=0.7, max_loops=100)
     assert t.median() == 7 and t.min() >= 1 and t.max() <= 100
     assert t.mean().item() == pytest.approx(math.exp(2 + 0.7 ** 2 / 2), rel=0.02)

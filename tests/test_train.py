@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-import looped_gpt
+import fullbandwidth, looped_gpt, stars
 import train
+from conftest import step_gradients
 from train import Options, UserError
 
 ROOT = Path(__file__).parent.parent
@@ -279,9 +280,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(comman
     loss = looped_gpt.LoopedGPT.loss
     calls = []
 
-    def nan_in_step_5(model, idx, targets):
+    def nan_in_step_5(model, *arguments, **keywords):
         calls.append(model.training)
-        value, metrics = loss(model, idx, targets)
+        value, metrics = loss(model, *arguments, **keywords)
         return value * (float("nan") if calls.count(True) == 5 and model.training else 1.0), metrics
     monkeypatch.setattr(looped_gpt.LoopedGPT, "loss", nan_in_step_5)
     error = error_of(capsys, "looped_gpt", *TINY, f"--data_dir={data_dir}", f"--out_dir={tmp_path}/run", "--log_interval=7")
@@ -301,14 +302,17 @@ def test_a_compiled_run_has_the_eager_losses_and_keys(command):
         torch.testing.assert_close(w, weights(compiled)[name], rtol=1e-3, atol=1e-4)
 
 
-def test_two_processes_train_as_one(command, tmp_path, data_dir):
-    one = command("--dropout=0", "--dtype=float32", out="one")
-    argv = ["looped_gpt", *TINY, "--dropout=0", "--dtype=float32", f"--data_dir={data_dir}", f"--out_dir={tmp_path}/two"]
+@pytest.mark.parametrize("name, fields, T", [("looped_gpt", [], 16), ("stars", ["--jsrr_lambda=0", "--mlp_width=16"], 16)])
+def test_two_processes_train_as_one(name, fields, T, tmp_path, data_dir):
+    """Random loop counts too: every process draws the same. JSRR's directions, jitter and dropout are each process's own."""
+    argv = [name, *TINY, *fields, "--dropout=0", "--dtype=float32", f"--data_dir={data_dir}"]
+    train.main([*argv, f"--out_dir={tmp_path}/one"])
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29617", "train.py",
-                    *argv], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
-    for a, b in zip(losses(one), losses(tmp_path / "two"), strict=True):
+                    *argv, f"--out_dir={tmp_path}/two"], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True,
+                   capture_output=True)
+    for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True):
         assert a == pytest.approx(b, rel=1e-5)  # gradients are summed in another order
-    assert train.load_checkpoint(tmp_path / "two", "looped_gpt")["tokens"] == 8 * 4 * 16
+    assert train.load_checkpoint(tmp_path / "two", name)["tokens"] == 8 * 4 * T
 
 
 # The script's own command line, and the sweep
@@ -455,7 +459,7 @@ def test_an_epoch_visits_every_window_once_and_each_epoch_in_another_order(tmp_p
     path.write_text("".join(chr(97 + i % 26) for i in range(1200)))
     o = options(tmp_path, dataset=str(path), stride=8)
     data = train.TextData(o, config())
-    n = data.batches_per_epoch
+    n = data.steps_per_epoch
     assert n == ((1080 - 17) // 8 + 1) // 4
     epochs = [np.concatenate([data.starts("train", e * n + i) for i in range(n)]) for e in range(2)]
     for starts in epochs:
@@ -467,10 +471,65 @@ def test_an_epoch_visits_every_window_once_and_each_epoch_in_another_order(tmp_p
               for rank in range(2)]  # of two processes
     for whole, *halves in zip((idx, targets), *shares):
         assert sorted(torch.cat(halves).tolist()) == sorted(whole.tolist())
-    split = options(tmp_path, dataset=str(path), batch_size=2, grad_accum=2)
-    together = options(tmp_path, dataset=str(path))
-    parts = [train.TextData(split, config()).batch("train", i)[0] for i in (6, 7)]
-    assert torch.equal(torch.cat(parts), train.TextData(together, config()).batch("train", 3)[0])  # as one batch of 4
+
+
+SPLITS = ((8, 1, 1), (4, 2, 1), (1, 8, 1), (8, 1, 2), (4, 2, 2))  # batch_size, grad_accum, processes
+TINY_MODEL = dict(n_layer=1, n_head=2, n_embd=8)
+FULL = dict(**TINY_MODEL, n_kv_head=2, mlp_width=16, jitter=0.0, prefix_mix=False)  # what is drawn depends on the split
+SPLIT_CASES = {  # (script, Config, dataset, arguments of the loss)
+    "text": (looped_gpt, dict(**TINY_MODEL, norm_penalty=0.1), "text", {}),
+    "text, windows in turn": (looped_gpt, dict(**TINY_MODEL, supervision="terminal"), "text stride", {}),
+    "text, exit gate": (looped_gpt, dict(**TINY_MODEL, supervision="adaptive"), "text", {}),
+    "text, three passes": (fullbandwidth, FULL, "text", dict(passes=3)),
+    "addition": (stars, dict(**TINY_MODEL, mlp_width=16, digits=2, jsrr_rows=1.0, l2_penalty=0.1), "addition",
+                 dict(num_loops=3)),
+    "running-sum": (fullbandwidth, FULL, "running-sum", dict(passes=2)),
+    "statetrack": (fullbandwidth, dict(FULL, block_size=90), "statetrack", dict(passes=2)),
+}
+
+
+@pytest.mark.parametrize("case", SPLIT_CASES)
+def test_a_step_is_the_same_however_it_is_split(case, tmp_path, monkeypatch):
+    """The rows, their loss, the gradients and the validation rows, of micro-batches and of processes; a mean over all the
+    step's targets, as one cross-entropy gives it. Only JSRR's v is replaced, by one that depends on the row alone."""
+    module, fields, dataset, arguments = SPLIT_CASES[case]
+    monkeypatch.setattr(stars, "random_directions", lambda h: stars.normalize(h.detach().cos()))
+    text = tmp_path / "text"
+    text.write_text("".join(random.Random(0).choices("abcdefg \n", k=2000)))
+    results, rows = {}, {}
+    for batch_size, grad_accum, world in SPLITS:
+        o = options(tmp_path, dataset=str(text) if "text" in dataset else dataset, batch_size=batch_size,
+                    grad_accum=grad_accum, stride=8 * ("stride" in dataset))
+        data = train.load_data(o, module.Config(**dict(block_size=16) | fields))
+        torch.manual_seed(0)
+        config = module.Config(**dict(block_size=16) | fields | dict(vocab_size=data.vocab_size))
+        config.block_size = data.T
+        model = next(getattr(module, name) for name in ("LoopedGPT", "LoopedTransformer", "FullBandwidthGPT")
+                     if hasattr(module, name))(config).double()
+        results[batch_size, grad_accum, world] = step_gradients(model, data, world, **arguments)
+        rows[batch_size, grad_accum, world] = torch.cat([data.batch(split, i)[j] for split, i in (
+            ("train", 0), ("train", 77), ("val", 0), ("val", 1)) for j in range(2)]), data.steps_per_epoch
+    model.zero_grad()
+    model.loss(*data.batch("train", 3), **arguments)[0].backward()  # all at once
+    whole = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    for split in SPLITS:
+        assert torch.equal(rows[split][0], rows[8, 1, 1][0]) and rows[split][1] == rows[8, 1, 1][1], split
+        assert (results[split] - whole).norm() < 1e-12 * whole.norm(), split
+
+
+@pytest.mark.parametrize("dataset", ["text", "addition", "running-sum", "statetrack"])
+def test_no_training_batch_of_any_seed_is_a_validation_batch(dataset, tmp_path):
+    text = tmp_path / "text"
+    text.write_text("".join(random.Random(0).choices("abcdefg \n", k=2000)))
+    module = stars if dataset == "addition" else fullbandwidth
+    draws = {"train": set(), "val": set()}
+    for seed in range(50):
+        o = options(tmp_path, dataset=str(text) if dataset == "text" else dataset, seed=seed, batch_size=2)
+        data = train.load_data(o, module.Config(block_size=90))
+        for i in (0, 1, 2, seed):
+            draws["train"].add(data.batch("train", i)[0].numpy().tobytes())
+            draws["val"].add(data.batch("val", i)[0].numpy().tobytes())
+    assert len(draws["train"]) > 140 and not draws["train"] & draws["val"]
 
 
 def write_gpt2_ranks(directory, monkeypatch):
