@@ -50,7 +50,7 @@ class Options:
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
     schedule: Literal["constant", "cosine", "wsd"] = "constant"  # after the warm-up; cosine and wsd end at 0
     warmup_steps: int = 0  # steps of linear warm-up
-    decay_share: float = 0.25  # the last share of the steps, in which wsd decays
+    decay_share: float = 0.25  # share of all steps, warm-up included: the last ones, in which wsd decays
     log_interval: int = 10  # steps between progress lines (and rows of log.csv)
     eval_interval: int = 100  # steps between evaluations, each followed by a checkpoint
     eval_batches: int = 10  # an evaluation has as many rows as this many training steps

@@ -372,7 +372,20 @@ def test_schedules_by_hand():
     at = lambda step, **fields: train.schedule(Options(**fields), step, 100)
     assert [at(s, warmup_steps=4) for s in (1, 2, 4, 5, 100)] == [0.25, 0.5, 1, 1, 1]
     assert [round(at(s, schedule="cosine"), 3) for s in (1, 51, 100)] == [1, 0.5, 0]
-    assert [at(s, schedule="wsd", decay_share=0.25) for s in (1, 76, 100)] == [1, 1, pytest.approx(0.04)]
+
+
+def test_wsd_decays_in_a_share_of_all_steps_however_long_the_warm_up():
+    at = lambda step, max_steps, **fields: train.schedule(Options(schedule="wsd", **fields), step, max_steps)
+    for warmup in (0, 1, 50):  # of 100 steps the last 4 decay, by a quarter of the peak each: the next one would be at 0
+        fields = dict(warmup_steps=warmup, decay_share=0.04)
+        assert [at(s, 100, **fields) for s in (51, 96, 97, 98, 99, 100)] == pytest.approx([1, 1, 1, 0.75, 0.5, 0.25])
+    assert [at(s, 3, decay_share=0) for s in (1, 2, 3)] == [1, 1, 1]
+    for preset, warmup, decaying in (("ouro-1.4b", 1250, 1250), ("addition", 20, 720)):
+        fields, = train.split_fields(stars.PRESETS[preset], Options)
+        o, n = Options(**fields), fields["max_steps"]
+        rates = [train.schedule(o, s, n) for s in range(warmup + 1, n + 1)]
+        stable = n - warmup - decaying
+        assert rates == pytest.approx([1] * stable + [k / decaying for k in range(decaying, 0, -1)])
 
 
 def test_muon_takes_the_blocks_matrices_and_nothing_else():
