@@ -35,6 +35,7 @@ class Config:
     dropout: float = 0.0  # on the embeddings and on each sublayer's output
     readout: Literal["rmsnorm", "raw", "final_only"] = "rmsnorm"  # r in logits = r(H) E^T; final_only: raw before loop K
     supervision: Literal["terminal", "per_loop", "adaptive"] = "per_loop"  # loss at loop K, at every loop, by exit gate
+    gate_input: Literal["normed", "raw"] = "normed"  # of adaptive's exit gate: r(H_k), as in Ouro; H_k, as in the release
     norm_penalty: float = 0.0  # lambda of lambda * mean_k mean(H_k^2); the paper: 0.01
     inter_loop_norm: bool = False  # RMSNorm the state before it enters the next loop
     embd_std: float = 1.0  # std of the initial embeddings; 1.0 is what the authors' release has
@@ -169,6 +170,8 @@ class LoopedGPT(nn.Module):
         """(loss, metrics) for idx and targets (B, T), targets -1 where there is no loss.
 
         terminal: CE_K. per_loop: mean_k CE_k. adaptive: sum_k p_k CE_k - 0.1 entropy(p), p from the exit gate, per token.
+        The gate reads r(H_k), as Ouro's does, or the raw H_k, as in the authors' release: then the loss sees the scale
+        through it, whatever r is, and Lemma 1 does not hold.
         All plus norm_penalty * mean_k mean(H_k^2). metrics: ce_k for the loops read out, final_norm = mean ||H_K||.
         num_targets: what sums over tokens are divided by, by default how many targets there are here.
         """
@@ -179,7 +182,7 @@ class LoopedGPT(nn.Module):
         given = (targets >= 0).flatten().to(self.wte.weight.dtype)
         share = given / (given.sum() if num_targets is None else num_targets)  # (B T): of each token in a mean
         if c.supervision == "adaptive":
-            p = self.exit_probabilities(rows)
+            p = self.exit_probabilities([h.flatten(0, 1) for h in states] if c.gate_input == "raw" else rows)
             scale = p * share  # (K, B T): the weight of each CE in the loss
         else:
             scale = share.repeat(len(read), 1)
@@ -197,7 +200,7 @@ class LoopedGPT(nn.Module):
         return loss, metrics | {"final_norm": states[-1].detach().norm(dim=-1).mean()}
 
     def exit_probabilities(self, rows):
-        """p_k = g_k prod_{j<k} (1 - g_j), g = sigmoid(gate(r(H))), the last loop taking the rest: (K, B T)."""
+        """p_k = g_k prod_{j<k} (1 - g_j), g = sigmoid(gate(row)), the last loop taking the rest: (K, B T)."""
         g = torch.sigmoid(self.gate(torch.stack(rows)))[..., 0].to(rows[0].dtype)  # (K, B T)
         one = torch.ones_like(g[:1])
         return torch.cat([g[:-1], one]) * torch.cat([one, (1 - g[:-1]).cumprod(0)])
@@ -365,9 +368,9 @@ def frontier(model, batches):
 
 
 def sequence_margin(model, h, k):
-    """Mean over tokens of top1 - top2 of loop k's logits, (B,)."""
-    top = model.readout(h, k >= model.config.num_loops).topk(2, dim=-1).values
-    return (top[..., 0] - top[..., 1]).mean(-1).float()
+    """Mean over tokens of top1 - top2 of loop k's logits, (B,); 0 where the vocabulary has one type only."""
+    top = model.readout(h, k >= model.config.num_loops).topk(min(2, model.config.vocab_size), dim=-1).values
+    return (top[..., 0] - top[..., -1]).mean(-1).float()
 
 
 @torch.no_grad()

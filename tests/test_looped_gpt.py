@@ -61,14 +61,16 @@ def naive_loss(w, c, idx, targets):
     elif c.supervision == "per_loop":
         loss = sum(ce.mean() for ce in ces) / len(ces)
     else:
-        g = [torch.sigmoid(h @ w["gate.weight"].T + w["gate.bias"])[..., 0] for h in normed]
+        g = [torch.sigmoid(h @ w["gate.weight"].T + w["gate.bias"])[..., 0]
+             for h in (states if c.gate_input == "raw" else normed)]
         p = [g[0], (1 - g[0]) * g[1], (1 - g[0]) * (1 - g[1])]  # three loops
         loss = sum((p_k * ce).mean() for p_k, ce in zip(p, ces)) + 0.1 * sum((p_k * p_k.log()).mean() for p_k in p)
     return loss + c.norm_penalty * sum(h.square().mean() for h in states) / len(states)
 
 
 VARIANTS = [dict(readout=r, supervision=s) for r in ("rmsnorm", "raw", "final_only")
-            for s in ("terminal", "per_loop", "adaptive")] + [dict(norm_penalty=0.01), dict(inter_loop_norm=True)]
+            for s in ("terminal", "per_loop", "adaptive")] + [dict(norm_penalty=0.01), dict(inter_loop_norm=True)] + [
+            dict(readout=r, supervision="adaptive", gate_input="raw") for r in ("rmsnorm", "raw", "final_only")]
 
 
 @pytest.mark.parametrize("fields", VARIANTS, ids=lambda f: "-".join(map(str, f.values())))
@@ -133,6 +135,18 @@ def test_raw_readout_and_norm_penalty_see_scale():
         g, = torch.autograd.grad(loss + penalty * h.square().sum(), h)
         fraction = ((g * h).sum(-1).abs() / (g.norm(dim=-1) * h.norm(dim=-1))).mean()
         assert (fraction > 1e-3) == sees
+
+
+def test_the_adaptive_loss_sees_scale_through_a_gate_on_the_raw_state_only():
+    """<g, H> / (||g|| ||H||) of the whole adaptive loss, H read out by RMSNorm and not fed on; loop K has no gate."""
+    for gate_input, sees in (("raw", True), ("normed", False)):
+        model, idx, targets = small(supervision="adaptive", gate_input=gate_input)
+        model.norm.eps = 0.0
+        states = [h.detach().requires_grad_() for h in model.states(idx)]
+        model.states = lambda idx, K: states
+        for h, g in zip(states, torch.autograd.grad(model.loss(idx, targets)[0], states)):
+            fraction = ((g * h).sum(-1).abs() / (g.norm(dim=-1) * h.norm(dim=-1))).mean()
+            assert fraction > 1e-3 if sees and h is not states[-1] else fraction < 1e-12
 
 
 def test_tokens_without_a_gradient_do_not_spoil_the_radial_fraction():
@@ -212,6 +226,14 @@ def test_calibrated_halting_stays_within_its_tolerance():
     assert looped_gpt.halting(model, [(idx, targets)], threshold)["ppl"] <= 1.05 * full
     unlimited = looped_gpt.calibrate_halting(model, [(idx, targets)], tolerance=math.inf)
     assert looped_gpt.halting(model, [(idx, targets)], unlimited)["loops"] == 1
+
+
+def test_a_text_of_one_repeated_character_is_diagnosed_and_leaves_after_one_loop(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("a" * 2000)
+    train.main(["looped_gpt", f"--dataset={tmp_path}/text.txt", "--max_steps=1", "--n_embd=16", "--block_size=16",
+                "--device=cpu", f"--data_dir={tmp_path}", f"--out_dir={tmp_path}/run"])
+    looped_gpt.main([f"{tmp_path}/run"])
+    assert "1.00 loops on average, PPL 1.000" in capsys.readouterr().out
 
 
 # Generation
