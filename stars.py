@@ -24,7 +24,7 @@ singular value, which is at least rho. Where J is far from normal all three diff
 Letters: B batch, T tokens, D width, h^(t) the (B, T, D) state after loop t, N = T D, J the (N, N) Jacobian of one loop.
 """
 import copy, itertools, json, math, re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -52,7 +52,7 @@ class Config:
     mlp_width: int = 512  # hidden width of the MLP
     activation: Literal["gelu", "swiglu"] = "gelu"  # of the MLP
     placement: Literal["pre", "post", "pre_sandwich", "post_sandwich"] = "post_sandwich"  # of a sublayer's norms
-    norm: Literal["layernorm", "rmsnorm", "simple"] = "layernorm"  # simple: LayerNorm without gain or bias
+    norm: Literal["layernorm", "rmsnorm", "simple"] = "layernorm"  # of the loop; simple: LayerNorm without gain or bias
     residual_scale: float = 1.0  # a in a x + f(x); DeepNorm: (2 layers)^(1/4)
     state_norm: bool = False  # normalise the state after each loop, for the readout and for the next loop
     positions: Literal["learned", "rope"] = "learned"  # position embeddings, or rotations of queries and keys
@@ -229,7 +229,8 @@ class LoopedTransformer(nn.Module):
         self.wpe = nn.Embedding(config.block_size, D) if config.positions == "learned" else None
         self.register_buffer("rope", rope_table(config) if config.positions == "rope" else None, persistent=False)
         self.blocks = nn.ModuleList([Block(config) for _ in range(config.n_prelude + config.n_layer + config.n_coda)])
-        self.norm = Norm(config)
+        # applied in the loop it is one of the loop's norms; else an affine LayerNorm whatever those are, as in the release
+        self.norm = Norm(config if config.state_norm else replace(config, norm="layernorm"))
         self.head = None if config.tied else nn.Linear(D, config.vocab_size, bias=False)
         self.gate = nn.Linear(D, 1) if config.exit_gate else None
         self.dropout = nn.Dropout(config.dropout)

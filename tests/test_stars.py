@@ -93,6 +93,27 @@ def test_placements_are_the_formulas_of_the_normalisation_study(placement):
     assert torch.allclose(block(state()), x, atol=1e-9)
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_readout_is_through_an_affine_layernorm_whatever_the_norm_of_the_loop(norm):
+    model, h = small_model(norm=norm), state()
+    torch.nn.init.normal_(model.norm.gain)
+    torch.nn.init.normal_(model.norm.bias)
+    unit = (h - h.mean(-1, keepdim=True)) / (h.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+    expected = (unit * model.norm.gain + model.norm.bias) @ model.wte.weight.T
+    torch.testing.assert_close(model.readout(h), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_within_the_loop_is_of_the_loops_kind_and_read_out_once(norm):
+    model, h = small_model(norm=norm, state_norm=True), state()
+    centred = h if norm == "rmsnorm" else h - h.mean(-1, keepdim=True)  # gains are 1 and biases 0 at the start
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    model.blocks = torch.nn.ModuleList()  # a loop of its norm alone
+    model.config.n_layer = 0
+    torch.testing.assert_close(model.step(h), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model.readout(h), h @ model.wte.weight.T, rtol=0, atol=1e-12)
+
+
 def test_rope_sees_only_distances():
     model = small_model(positions="rope")
     q, k = state(rows=2, T=1, D=4, seed=3).view(2, 1, 1, 1, 4).expand(2, 1, 1, 10, 4)  # the same at all places
