@@ -508,8 +508,8 @@ def zeroed_loss(model, batches):
 
 def probe(features, labels, groups, folds=4, l2=1.0):
     """Held-out accuracy of L2-regularised logistic regression of labels (N,), 0 or 1, on features (N, D). Groups are
-    held out whole."""
-    names = sorted(set(groups))
+    held out whole, in folds drawn at random: in order, a fold could hold all groups of one number."""
+    names = np.random.default_rng(0).permutation(sorted(set(groups))).tolist()
     fold = torch.tensor([names.index(group) * folds // len(names) for group in groups], device=labels.device)
     x, y, right = features.double(), labels.double(), 0
     for i in range(folds):

@@ -1,5 +1,5 @@
 """The claims of arXiv 2608.08888, and fullbandwidth.py against naive references, in float64 where it matters."""
-import contextlib, math, re, zipfile
+import contextlib, itertools, math, re, zipfile
 
 import pytest
 import torch
@@ -410,6 +410,14 @@ def test_probe_finds_what_is_linear_and_learns_no_group_by_heart():
     features = torch.randn(200, 8).double()
     features[:, 3] += 6 * labels
     assert fullbandwidth.probe(features, labels, groups) > 0.95
+
+
+def test_probe_trains_on_every_number_in_each_fold_when_pairs_are_held_out():
+    """Whether a 0 is in a pair is linear in which numbers are; folds in order hold out all pairs with a 0 at once."""
+    pairs = list(itertools.combinations(range(10), 2))
+    features = torch.tensor([[float(number in pair) for number in range(10)] for pair in pairs])
+    labels = torch.tensor([int(0 in pair) for pair in pairs])
+    assert fullbandwidth.probe(features, labels, [f"{a} {b}" for a, b in pairs]) == 1
 
 
 def test_recurrent_prefill_hands_the_last_token_a_state_that_standard_prefill_keeps_from_it():
