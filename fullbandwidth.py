@@ -669,7 +669,7 @@ def statetrack(run, n=400):
         prefills |= {"last 1 recurrent": 1, "last 2 recurrent": 2, "last 4 recurrent": 4, "recurrence": None}
     cases = [(task, size, 16) for task, sizes in data.sizes.items() for size in sizes]
     for task, size, writes in (*cases, ("registers", 8, 32), ("registers", 8, 64)):
-        texts, labels, groups = zip(*(data.program(task, i, size, writes) for i in range(n)))
+        texts, labels, groups = zip(*(data.program("val", task, i, size, writes) for i in range(n)))
         prompts = [data.tokenizer.encode(text) for text in texts]
         if len(prompts[0]) > data.T:
             continue

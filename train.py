@@ -548,6 +548,12 @@ class StateTrackData:
         registers   writes x (r3 = 0 or 1), of `size` registers | 8 x (scratch += 0) | query = r3 | Value: 1
 
     (| stands for a line's end.) A token is a word or a sign. Targets are -1 except at the answer, the last token.
+
+    The validation split's programs are held out by a hash of what they are about, whatever their size: of memory the five
+    xors, of registers all lines, of completion each of the two numbers with the scratch, (required, scratch) and
+    (completed, scratch). Both must be held out there, and neither in training. Pairs of numbers would not do: all nine
+    pairs of a number share its equal programs. Nor would whole programs: a number and a scratch whose equal program is
+    held out would always be unequal in training, which gives the answer away.
     """
     answers = {"completion": (" more", " done"), "memory": (" zero", " one"), "registers": (" 0", " 1")}
     sizes = {"completion": (0, 8, 32, 128, 256), "memory": (0, 8, 32, 128, 256), "registers": (1, 2, 4, 8)}
@@ -557,28 +563,43 @@ class StateTrackData:
 
     def __init__(self, options, config):
         self.options, self.tokenizer, self.vocab_size = options, Tokenizer("words", self.vocab), len(self.vocab)
-        length = lambda task, size: len(self.tokenizer.encode(self.program(task, 0, size)[0]))
+        length = lambda task, size: len(self.tokenizer.encode(self.program("val", task, 0, size)[0]))
         self.T = max(config.block_size, length("registers", 8))
         self.fitting = {task: [size for size in sizes if length(task, size) <= self.T] for task, sizes in self.sizes.items()}
         self.steps_per_epoch = max(1, 1_000_000 // options.step_rows)
 
-    def program(self, task, i, size, writes=16):
-        """Program i of a task, (text up to the colon, label: which of the two answers, group). The programs of a group
-        share what a probe could learn by heart, a pair of numbers or a scratch context: folds must not divide it."""
+    @staticmethod
+    def held_out(about):
+        """Whether a text falls into the validation split's share of all texts, two in five."""
+        return hashlib.sha256(about.encode()).digest()[0] % 5 < 2
+
+    def program(self, split, task, i, size, writes=16):
+        """Program i of a split and a task, (text up to the colon, label: which of the two answers, group). The programs of
+        a group share what a probe could learn by heart, a pair of numbers or the xors: folds must not divide it."""
         versions = {"completion": 4, "memory": 2, "registers": 1}[task]
         rng = np.random.default_rng([size, i // versions])
+        while True:
+            text, label, group, about = self.draw(rng, task, i % versions, size, writes)
+            if {self.held_out(part) for part in about} == {split != "train"}:
+                return text, label, group
+
+    @staticmethod
+    def draw(rng, task, version, size, writes):
+        """One of a task's programs at random, (text, label, group, texts that say what it is about)."""
         noops = "scratch += 0\n" * (8 if task == "registers" else size)
         if task == "completion":
-            a, b = rng.choice(10, 2, replace=False)
-            required, completed = ((a, a), (a, b), (b, a), (b, b))[i % 4]
-            text = f"required = {required}\ncompleted = {completed}\nscratch = {rng.integers(10)}\n{noops}Status:"
-            return text, int(required == completed), f"{min(a, b)} {max(a, b)}"
+            (a, b), scratch = rng.choice(10, 2, replace=False), rng.integers(10)
+            required, completed = ((a, a), (a, b), (b, a), (b, b))[version]
+            text = f"required = {required}\ncompleted = {completed}\nscratch = {scratch}\n{noops}Status:"
+            about = f"{a} with {scratch}", f"{b} with {scratch}"  # of all four versions
+            return text, int(required == completed), f"{min(a, b)} {max(a, b)}", about
         if task == "memory":
             xors = "".join(f"scratch ^= {bit}\n" for bit in rng.integers(0, 2, 5))
-            return f"state = {i % 2}\nscratch = 0\n{xors}{noops}# final state:", i % 2, xors
+            return f"state = {version}\nscratch = 0\n{xors}{noops}# final state:", version, xors, (xors,)
         order, bits, query = rng.permutation(np.arange(writes) % size), rng.integers(0, 2, writes), rng.integers(size)
         lines = "".join(f"r{register} = {bit}\n" for register, bit in zip(order, bits))
-        return f"{lines}{noops}query = r{query}\nValue:", int(bits[order == query][-1]), str(i)
+        text = f"{lines}{noops}query = r{query}\nValue:"
+        return text, int(bits[order == query][-1]), text, (text,)
 
     def batch(self, split, i):
         """Each row a random program of a random task, of a size that fits into T tokens."""
@@ -587,7 +608,7 @@ class StateTrackData:
         for row in range(n):
             task = rng.choice(list(self.sizes))
             size = rng.choice(self.fitting[task])
-            text, label, _ = self.program(task, int(rng.integers(1 << 40)), int(size))
+            text, label, _ = self.program(split, task, int(rng.integers(1 << 40)), int(size))
             tokens = self.tokenizer.encode(text)
             idx[row, :len(tokens)] = torch.tensor(tokens)
             targets[row, len(tokens) - 1] = self.tokenizer.ids[self.answers[task][label]]

@@ -423,7 +423,7 @@ def test_probe_trains_on_every_number_in_each_fold_when_pairs_are_held_out():
 def test_recurrent_prefill_hands_the_last_token_a_state_that_standard_prefill_keeps_from_it():
     data = train.StateTrackData(train.Options(), Config())
     model, *_ = small(torch.float32, vocab_size=data.vocab_size, block_size=102, window=0)
-    texts, labels, groups = zip(*(data.program("memory", i, 0) for i in range(64)))
+    texts, labels, groups = zip(*(data.program("val", "memory", i, 0) for i in range(64)))
     idx = torch.tensor([data.tokenizer.encode(text) for text in texts])
     table = fullbandwidth.probe_depths(model, idx, torch.tensor(labels), groups, (0, 1, None))
     assert table.shape == (3, 4)
@@ -476,18 +476,53 @@ def test_statetrack_answers_are_what_the_programs_compute():
     assert questions >= {("Status:", 0), ("Status:", 32), ("# final state:", 8), ("Value:", 8)}
 
 
+def statetrack_programs(data, split, n):
+    """{task: program texts of all sizes, no-ops left out}, of the first n programs; registers short enough to repeat."""
+    cases = {"completion": (8, 32), "memory": (8, 32), "registers": (1,)}
+    return {task: {data.program(split, task, i, size, 8)[0].replace("scratch += 0\n", "")
+                   for size in sizes for i in range(n)} for task, sizes in cases.items()}
+
+
+def test_no_training_batch_contains_a_program_that_the_evaluation_uses():
+    data = train.load_data(train.Options(dataset="statetrack", batch_size=32), Config(block_size=150))
+    evaluated, trained = statetrack_programs(data, "val", 1200), statetrack_programs(data, "train", 1200)
+    for task, texts in trained.items():  # nearly all that there are: 123 and 463, 22 and 42, 256 together
+        assert not texts & evaluated[task] and len(texts | evaluated[task]) > {"completion": 550}.get(task, 60)
+    for split, own, other in (("train", trained, evaluated), ("val", evaluated, trained)):
+        drawn = set()
+        for i in range(10):
+            for row, answer in zip(*data.batch(split, i)):
+                text = data.tokenizer.decode(row[:int((answer >= 0).nonzero()) + 1].tolist())
+                drawn.add(text.replace("scratch += 0\n", ""))
+        known = {text for task in ("completion", "memory") for text in own[task]}
+        assert len(drawn & known) > 30 and not drawn & set().union(*other.values())
+
+
+def test_what_is_held_out_gives_no_answer_away_and_leaves_no_number_unknown():
+    data = train.StateTrackData(train.Options(), Config())
+    for split in ("train", "val"):
+        programs = statetrack_programs(data, split, 1200)
+        numbers = [re.findall(r"\d", text) for text in programs["completion"]]
+        equal, unequal = ({(place, n[place], n[2]) for n in numbers for place in (0, 1) if (n[0] == n[1]) == same}
+                          for same in (True, False))
+        assert equal == unequal, "a number in a place, with a scratch, is equal in some programs and unequal in others"
+        assert all(len({n[place] for n in numbers}) == 10 for place in range(3))
+        bits = [re.findall(r"\d", text) for text in programs["memory"]]
+        assert all({n[place] for n in bits} == {"0", "1"} for place in (0, *range(2, 7)))
+
+
 def test_statetrack_programs_are_balanced_and_share_a_length_within_a_group():
     data = train.StateTrackData(train.Options(), Config())
     for task, sizes in data.sizes.items():
         for size in sizes:
-            programs = [data.program(task, i, size) for i in range(400)]
+            programs = [data.program("val", task, i, size) for i in range(400)]
             assert len({len(data.tokenizer.encode(text)) for text, *_ in programs}) == 1
             labels = [label for _, label, _ in programs]
             assert labels.count(1) == 200 if task != "registers" else 160 < labels.count(1) < 240
             if task == "completion":  # (a, a), (a, b), (b, a), (b, b)
                 assert labels[:4] == [1, 0, 0, 1] and len({group for *_, group in programs[:4]}) == 1
     for size, writes in ((1, 16), (8, 64)):
-        text, *_ = data.program("registers", 5, size, writes)
+        text, *_ = data.program("val", "registers", 5, size, writes)
         assert [text.count(f"r{i} = ") for i in range(size)] == [writes // size] * size
 
 
