@@ -656,17 +656,34 @@ def ouro_config(directory):
     """The Config of a Hugging Face directory of Ouro's layout; the context stays at the preset's block_size."""
     try:
         hub = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-        expected = {"num_key_value_heads": hub["num_attention_heads"], "rms_norm_eps": 1e-6, "hidden_act": "silu",
-                    "tie_word_embeddings": False}
-        if differing := [f"{k} is {hub[k]}, not {v}" for k, v in expected.items() if hub[k] != v]:
+        heads, layers = hub["num_attention_heads"], hub["num_hidden_layers"]
+        required = {"num_key_value_heads": heads, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
+        implied = {"model_type": "ouro", "head_dim": hub["hidden_size"] // heads, "use_sliding_window": False,
+                   "sliding_window": None, "layer_types": ["full_attention"] * layers, "early_exit_threshold": 1}
+        rope = {"rope_type": "default", "rope_theta": hub.get("rope_theta")}
+        rope |= (hub.get("rope_scaling") or {}) | (hub.get("rope_parameters") or {})  # of older and of newer files
+        rope_theta = rope.pop("rope_theta")
+        given = implied | {k: v for k, v in hub.items() if v is not None} | {"rope_scaling": rope}
+        if hub.get("use_sliding_window") is False:
+            given["sliding_window"] = None
+        expected = required | implied | {"rope_scaling": {"rope_type": "default"}}
+        if differing := [f"{k} is {given[k]}, not {v}" for k, v in expected.items() if given[k] != v]:
             raise ValueError("; ".join(differing))
+        hub_dtype(hub)
         return Config(**OURO | dict(
-            vocab_size=hub["vocab_size"], n_layer=hub["num_hidden_layers"], n_head=hub["num_attention_heads"],
-            n_embd=hub["hidden_size"], mlp_width=hub["intermediate_size"], rope_theta=hub["rope_theta"],
-            num_loops=hub["total_ut_steps"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            vocab_size=hub["vocab_size"], n_layer=layers, n_head=heads, n_embd=hub["hidden_size"],
+            mlp_width=hub["intermediate_size"], rope_theta=rope_theta, num_loops=hub["total_ut_steps"]))
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:
         raise UserError(f"{directory}/config.json does not describe a model of Ouro's form ({type(error).__name__}: "
                         f"{error})") from None
+
+
+def hub_dtype(hub):
+    """The dtype that a config.json asks for, as "bfloat16" or "torch.bfloat16"; without one float32."""
+    name = str(hub.get("dtype") or hub.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in ("float16", "bfloat16", "float32", "float64"):
+        raise UserError(f"torch_dtype is {name}, not one of float16, bfloat16, float32, float64")
+    return getattr(torch, name)
 
 
 def ouro_tensors(model):
@@ -707,9 +724,11 @@ def load_ouro(model, directory):
         raise UserError(f"{directory / file} cannot be read: {type(error).__name__}, "
                         f"{' '.join(str(error).split())}") from None
     ours = ouro_tensors(model)
+    weights = {k: v for k, v in weights.items() if not re.search(r"\.rotary_emb\.\w+$", k)}  # RoPE's table, computed here
     wrong = [f"{name} is {'extra' if name in weights else 'missing'}" for name in sorted(ours.keys() ^ weights.keys())]
     wrong += [f"{name} is {[*weights[name].shape]}, not {[*tensor.shape]}" for name, tensor in ours.items()
               if name in weights and weights[name].shape != tensor.shape]
+    wrong += [f"{k} is {str(v.dtype)[6:]}, not of floats" for k, v in weights.items() if not v.is_floating_point()]
     if wrong:
         raise UserError(f"{directory}: {len(wrong)} tensors do not fit; {'; '.join(wrong[:4])}{' ..' * (len(wrong) > 4)}")
     for name, tensor in ours.items():
@@ -723,11 +742,10 @@ def export_ouro(model, tokenizer, directory):
         raise UserError("--export: only a model that was fine-tuned from Ouro's files can go back to them")
     if directory.exists() and any(directory.iterdir()):
         raise UserError(f"--export={directory} is not empty: choose another directory")
+    dtype = hub_dtype(json.loads(tokenizer.spec["files"]["config.json"]))
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in tokenizer.spec["files"].items():
         (directory / name).write_bytes(text.encode())
-    hub = json.loads(tokenizer.spec["files"]["config.json"])
-    dtype = getattr(torch, hub.get("dtype") or hub.get("torch_dtype") or "float32")
     tensors = {name: tensor.detach().to("cpu", dtype, copy=True) for name, tensor in ouro_tensors(model).items()}
     path = directory / "model.safetensors"
     with train.whole_file(path) as f:

@@ -10,9 +10,9 @@ In the order below: options and command line, text and tokenizers, batches, cros
 schedule, log, checkpoint), evaluation, sweeps. A script brings `Config`, `PRESETS`, `SWEEPS`, `SHOW` and
 `train_model(run)`, its visible training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
 """
-import argparse, base64, collections, contextlib, csv, dataclasses, difflib, functools, hashlib, http.client, importlib
-import inspect, io, itertools, json, math, multiprocessing, os, pydoc_data.topics, re, signal, sys, time, urllib.request
-import zipfile
+import argparse, base64, collections, contextlib, csv, dataclasses, datetime, difflib, functools, hashlib, http.client
+import importlib, inspect, io, itertools, json, math, multiprocessing, os, pydoc_data.topics, re, signal, sys, time
+import urllib.request, zipfile
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -258,14 +258,14 @@ def map_blocks(function, text):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tokenizers: encode(text) -> list of int, decode(ids) -> text, `spec` to rebuild them from a checkpoint, `eos` (the token
-# that ends a text) and the chat `template`, or None.
+# that ends a text) and the chat `template`, or None; `ends`, all tokens that end an answer.
 
 class Tokenizer:
     """A list of types. char: one token per character, and an unknown one is an error. regex: the paper's (arXiv
     2606.24898), runs of white space, words, single other characters; an unknown one becomes <unk>, and is lost."""
     patterns = {"char": re.compile(r"(?s)."), "regex": re.compile(r"\s+|[A-Za-z0-9_]+|[^\w\s]|\w"),  # |\w: beyond ASCII
                 "words": re.compile(r"\n| ?\w+| ?[^\w\s]+")}  # statetrack's programs
-    specials, eos, template = ["<pad>", "<bos>", "<eos>", "<unk>"], None, None
+    specials, eos, template, ends = ["<pad>", "<bos>", "<eos>", "<unk>"], None, None, ()
 
     def __init__(self, name, vocab):
         self.split, self.vocab, self.ids = self.patterns[name].findall, vocab, {t: i for i, t in enumerate(vocab)}
@@ -288,7 +288,7 @@ class Tokenizer:
 class GPT2Tokenizer:
     """GPT-2's byte-level BPE through tiktoken: 50,257 types, round-trips every text. The package openai-whisper holds the
     file of ranks too, as whisper/assets/gpt2.tiktoken."""
-    spec, eos, template, vocab_size = {"name": "gpt2"}, 50_256, None, 50_257
+    spec, eos, ends, template, vocab_size = {"name": "gpt2"}, 50_256, (50_256,), None, 50_257
 
     def __init__(self, data_dir="data"):
         import tiktoken
@@ -316,26 +316,33 @@ class HubTokenizer:
     """
 
     def __init__(self, files):
-        from jinja2.sandbox import ImmutableSandboxedEnvironment  # torch requires jinja2
         library, self.spec = optional("tokenizers"), {"name": "hub", "files": files}
         try:
+            if strange := [name for name in files if not self.is_carried(name)]:
+                raise ValueError(f"unexpected names {strange}")
             self.bpe = library.Tokenizer.from_str(files["tokenizer.json"])
             config = json.loads(files.get("tokenizer_config.json", "{}"))
+            text = lambda token: token["content"] if isinstance(token, dict) else token
+            self.specials = {name: text(config[name]) for name in ("bos_token", "eos_token") if config.get(name)}
+            self.eos = self.bpe.token_to_id(self.specials.get("eos_token", ""))
             template = files.get("chat_template.jinja") or config.get("chat_template")
-            environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-            self.template = environment.from_string(template) if template else None
+            if isinstance(template, list):  # several, by name
+                template = {each["name"]: each["template"] for each in template}["default"]
+            self.template = chat_environment().from_string(template) if template else None
         except Exception as error:  # the library raises plain Exceptions
             raise UserError(f"the tokenizer's files cannot be read: {type(error).__name__}, {str(error)[:200]}") from None
-        text = lambda token: token["content"] if isinstance(token, dict) else token
-        self.specials = {name: text(config[name]) for name in ("bos_token", "eos_token") if config.get(name)}
-        self.eos = self.bpe.token_to_id(self.specials.get("eos_token", ""))
         self.vocab_size = 1 + max(self.bpe.get_vocab().values())
+
+    @staticmethod
+    def is_carried(name):
+        """Whether a file is carried along: a bare name, so that an export writes into its own directory only."""
+        return (not set(name) & set("/\\:\0") and name.endswith((".json", ".jinja", ".py", ".txt"))
+                and not name.endswith((".index.json", "eval.json")))
 
     @classmethod
     def read(cls, directory):
         files = {path.name: path.read_bytes().decode("utf-8") for path in sorted(Path(directory or "?").glob("*.*"))
-                 if path.suffix in (".json", ".jinja", ".py", ".txt")
-                 and not path.name.endswith((".index.json", "eval.json"))}
+                 if cls.is_carried(path.name)}
         if "tokenizer.json" not in files:
             raise UserError(f"--init_from={directory}: expected a Hugging Face directory, with tokenizer.json in it")
         return cls(files)
@@ -350,7 +357,36 @@ class HubTokenizer:
         """Messages, [{"role", "content"}, ..], as the template writes them; with the beginning of an answer, or not."""
         if not self.template:
             raise UserError("this tokenizer has no chat template: put one into chat_template.jinja beside tokenizer.json")
-        return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.specials)
+        try:
+            return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, tools=None,
+                                        documents=None, **self.specials)
+        except Exception as error:  # a template is a program: it may fail in any way, or refuse on purpose
+            roles = ", ".join(message["role"] for message in messages)
+            raise UserError(f"the chat template does not write a chat of {roles}: {str(error)[:200]}") from None
+
+    @functools.cached_property
+    def ends(self):
+        """The tokens that end an answer: the end of a text, and the mark that the chat template writes behind one."""
+        ends = {self.eos}
+        if self.template:
+            chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "?"},
+                    {"role": "assistant", "content": "ANSWER"}]
+            behind = self.encode(self.chat(chat, False).rpartition("ANSWER")[2].strip())
+            ends |= set(behind[:1]) & self.bpe.get_added_tokens_decoder().keys()
+        return ends
+
+
+def chat_environment():
+    """Where chat templates run: a sandbox, with what Hugging Face's templates may call."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment  # torch requires jinja2
+
+    def raise_exception(message):
+        raise UserError(message)
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.globals |= {"raise_exception": raise_exception,
+                            "strftime_now": lambda form: datetime.datetime.now().strftime(form)}
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's escapes HTML
+    return environment
 
 
 def optional(module):

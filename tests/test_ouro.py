@@ -1,6 +1,6 @@
 """Ouro in Hugging Face's layout, supervised fine-tuning, and lm-evaluation-harness; small files of the real formats, made
 here. What needs an optional package is skipped without it."""
-import dataclasses, json, math, sys
+import copy, dataclasses, functools, itertools, json, math, random, re, sys
 
 import numpy as np
 import pytest
@@ -70,6 +70,15 @@ def write_hub(directory, weights=None, dtype="float32", shards=1):
     if shards > 1:
         (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     return directory
+
+
+CHAT = [{"role": "user", "content": "2 + 2?"}]
+
+
+def chat_tokenizer(template=CHATML, **config):
+    """The tokenizer of these tests with another end of text than the template's end mark."""
+    config = {"eos_token": "<|endoftext|>", "chat_template": template} | config
+    return train.HubTokenizer(tokenizer_files() | {"tokenizer_config.json": json.dumps(config)})
 
 
 @pytest.fixture(scope="module")
@@ -352,6 +361,7 @@ def test_fine_tuning_starts_from_the_files_resumes_bit_for_bit_and_can_be_export
     (lambda d: (d / "model.safetensors.index.json").write_text("[]"), "hub/model.safetensors.index.json cannot be read"),
     (lambda d: (d / "config.json").write_text("{}"), "does not describe a model of Ouro's form (KeyError"),
     (lambda d: (d / "config.json").write_text(config_json(num_key_value_heads=2)), "num_key_value_heads is 2, not 4"),
+    (lambda d: (d / "config.json").write_text(config_json(num_attention_heads=0)), "Ouro's form (ZeroDivisionError"),
     (lambda d: (d / "tokenizer.json").write_text('{"model": {"type": "Other"}}'), "the tokenizer's files cannot be read"),
     (lambda d: (d / "tokenizer_config.json").write_text("{}"), "has no chat template"),
     (lambda d: (d / "tokenizer.json").unlink(), "no such checkpoint"),
@@ -361,6 +371,91 @@ def test_a_damaged_directory_is_one_clear_line(tmp_path, damage, message):
     damage(directory)
     with pytest.raises(UserError) as error:
         stars.load(directory)[2].chat([], True)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("changed, reason", [
+    (dict(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling is {"),
+    (dict(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_scaling is {'rope_type': 'dynamic', 'factor': 2.0}"),
+    (dict(rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, "factor": 4}), "rope_scaling is {'rope_type': 'yarn'"),
+    (dict(use_sliding_window=True), "use_sliding_window is True"), (dict(sliding_window=64), "sliding_window is 64"),
+    (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types is ['full_attention', 'sliding_attention']"),
+    (dict(head_dim=32), "head_dim is 32, not 16"), (dict(early_exit_threshold=0.9), "early_exit_threshold is 0.9"),
+    (dict(model_type="llama"), "model_type is llama"), (dict(torch_dtype="int8"), "torch_dtype is int8"),
+    (dict(torch_dtype="auto"), "torch_dtype is auto")])
+def test_a_config_that_asks_for_another_model_is_refused(tmp_path, changed, reason):
+    (tmp_path / "config.json").write_text(config_json(**changed))
+    with pytest.raises(UserError) as error:
+        stars.ouro_config(tmp_path)
+    assert reason in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_config_that_says_what_is_so_anyway_is_read(tmp_path):
+    said = dict(rope_scaling=None, use_sliding_window=False, sliding_window=None, layer_types=["full_attention"] * LAYERS,
+                head_dim=WIDTH // HEADS, early_exit_threshold=1.0, max_position_embeddings=65536)
+    for changed in ({}, said, dict(use_sliding_window=False, sliding_window=64), dict(rope_scaling={"rope_type": "default"}),
+                    dict(rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 5e5})):
+        (tmp_path / "config.json").write_text(config_json(**changed))
+        theta = 5e5 if "rope_parameters" in changed else 1e6
+        assert stars.ouro_config(tmp_path) == stars.Config(**stars.OURO | dict(
+            vocab_size=VOCAB, n_layer=LAYERS, n_head=HEADS, n_embd=WIDTH, mlp_width=MLP, rope_theta=theta, num_loops=LOOPS))
+
+
+def test_the_dtype_may_be_written_with_torch_before_it(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    directory = write_hub(tmp_path / "hub", dtype="bfloat16")
+    (directory / "config.json").write_text(config_json("torch.bfloat16"))
+    stars.main([str(directory), f"--export={tmp_path / 'out'}"])
+    for name, tensor in safetensors.load_file(tmp_path / "out/model.safetensors").items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, tensors(torch.bfloat16)[name])
+
+
+def test_tables_of_rotations_in_the_files_are_passed_over_and_integers_are_refused(tmp_path):
+    weights = tensors()
+    tables = {f"model.{where}rotary_emb.inv_freq": torch.ones(8) for where in ("", "layers.0.self_attn.")}
+    model, _, _ = stars.load(write_hub(tmp_path / "hub", weights | tables))
+    assert all(torch.equal(tensor.cpu(), weights[name]) for name, tensor in stars.ouro_tensors(model).items())
+    for dtype in (torch.int8, torch.int64, torch.bool):
+        wrong = {"lm_head.weight": weights["lm_head.weight"].to(dtype)}
+        with pytest.raises(UserError, match=f"1 tensors do not fit; lm_head.weight is {str(dtype)[6:]}, not of floats"):
+            stars.load(write_hub(tmp_path / str(dtype), weights | wrong))
+
+
+@pytest.mark.parametrize("name", ["../../../escaped.txt", "{tmp}/escaped.txt", "below/escaped.txt", "..\\escaped.txt",
+                                  "C:escaped.txt", "escaped.sh", "..", "model.safetensors.index.json"])
+def test_an_export_writes_bare_names_only(hub, tmp_path, name):
+    model, options, tokenizer = stars.load(hub)
+    spec = {"name": "hub", "files": tokenizer.spec["files"] | {name.format(tmp=tmp_path): "echo hi"}}
+    (tmp_path / "run").mkdir()
+    torch.save({"model": "stars", "preset": "x", "config": vars(model.config), "step": 1, "max_steps": 1, "best": 0.0,
+                "tokenizer": spec, "options": vars(options), "weights": model.state_dict()}, tmp_path / "run/ckpt.pt")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match="the tokenizer's files cannot be read: ValueError, unexpected names"):
+        stars.main([str(tmp_path / "run"), f"--export={tmp_path / 'a/b/c/out'}"])
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_chat_templates_may_be_named_and_call_what_hugging_faces_may(tmp_path):
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CHATML}]
+    assert chat_tokenizer(named).chat(CHAT, True) == chat_tokenizer(CHATML).chat(CHAT, True)
+    year = chat_tokenizer("{{ strftime_now('%Y') }}").chat(CHAT, True)
+    assert re.fullmatch("20[0-9][0-9]", year)
+    assert chat_tokenizer("{% for m in messages %}{% break %}{% endfor %}{{ tools is none }}").chat(CHAT, True) == "True"
+    assert chat_tokenizer("{{ messages[0] | tojson }}").chat([{"role": "user", "content": "<é>"}], True) == (
+        '{"role": "user", "content": "<é>"}')
+
+
+@pytest.mark.parametrize("template, message", [
+    ("{{ raise_exception('roles must alternate') }}", "the chat template does not write a chat of user: roles must alternate"),
+    ("{{ nothing() }}", "the chat template does not write a chat of user: 'nothing' is undefined"),
+    ("{{ 1 / 0 }}", "the chat template does not write a chat of user: division by zero"),
+    ("{{ messages.append(1) }}", "the chat template does not write a chat of user: "),
+    ([{"name": "tool_use", "template": "no"}], "the tokenizer's files cannot be read: KeyError, 'default'"),
+    ("{% if %}", "the tokenizer's files cannot be read: TemplateSyntaxError"),
+    (3, "the tokenizer's files cannot be read: TypeError")])
+def test_chat_templates_that_fail_or_refuse_are_one_clear_line(template, message):
+    with pytest.raises(UserError) as error:
+        chat_tokenizer(template).chat(CHAT, True)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
