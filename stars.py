@@ -112,6 +112,7 @@ PRESETS = {
 }
 SHOW = ("loops", "jsrr", "val_exact")  # printed beside the loss, and drawn in curves.png
 LOOPS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256)  # where accuracy is measured
+ANSWER_LOOPS = (1, 2, 3, 4, 6, 8, 12, 16)  # of a fine-tuned Ouro
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -402,6 +403,12 @@ def train_model(run):
         run.update()
     if c.checkpointing:
         run.say(f"measured at the peak: {train.peak_memory(run.device) / 1e9:.2f} GB")
+    if run.options.tokenizer == "hub":  # whole solutions are never exactly right: look at their tokens
+        if run.first:
+            o = run.options
+            _, batches = train.validation_batches(o, run.data.tokenizer, model, o.eval_batches)
+            diagnose_answers(model.eval(), batches, ANSWER_LOOPS)
+        return run.say(f"see {run.out}/curves.png, then run\npython stars.py {run.out} --eval=gsm8k --loops=1,2,4,8")
     last = [row for row in run.rows if "val_exact" in row][-1]
     run.say(f"{last['val_exact']:.2%} of the held-out answers exactly right at {c.num_loops} loops: see "
             f"{run.out}/curves.png, then run\npython stars.py {run.out}")
@@ -776,24 +783,27 @@ def training_memory(config, rows):
     return parts | {"together": sum(parts.values())}
 
 
-def diagnose_answers(model, options, tokenizer, loops):
-    """Print, on a fine-tuned run's held-out rows, at each loop count: CE of the solutions, the share of their tokens that
-    greedy decoding gets right given those before, how far one more loop moves the state, and the one-step gain ||J v||."""
-    _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
+@torch.compiler.set_stance("force_eager")  # compiled blocks have no J v
+def diagnose_answers(model, batches, loops):
+    """Print, on held-out rows in batches of (idx, targets), at each loop count: CE of the solutions' tokens, the share of
+    them that greedy decoding gets right given those before, and, as means over the rows, how far one more loop moves the
+    state and the one-step gain ||J v||."""
     print("loops t       CE   right tokens   ||h^(t+1) - h^(t)|| / ||h^(t)||   one-step ||J v||")
     table, device = torch.zeros(len(loops), 4), model.wte.weight.device.type
+    tokens, rows = sum(int((targets >= 0).sum()) for _, targets in batches), sum(len(idx) for idx, _ in batches)
     for idx, targets in batches:
         given, generator = targets >= 0, torch.Generator(idx.device).manual_seed(0)
         with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             for t, h in enumerate(trajectory(model, idx, max(loops))):
                 if t in loops:
                     logits = F.linear(model.normed(h)[given], model.readout_weight).float()
-                    ce, right = F.cross_entropy(logits, targets[given]), logits.argmax(-1) == targets[given]
+                    ce = F.cross_entropy(logits, targets[given], reduction="sum")
+                    right = logits.argmax(-1) == targets[given]
                     after, Jv = product(model.step, h, random_directions(h, generator), "jvp")
                     change = (after - h).flatten(1).norm(dim=1) / h.flatten(1).norm(dim=1)
                     gain = Jv.flatten(1).norm(dim=1)
-                    values = torch.stack([ce, right.float().mean(), change.mean(), gain.mean()])
-                    table[loops.index(t)] += values.cpu() / len(batches)
+                    table[loops.index(t)] += torch.stack([ce, right.sum(), change.sum(), gain.sum()]).cpu()
+    table /= torch.tensor([tokens, tokens, rows, rows])
     for t, row in zip(loops, table.tolist()):
         print("{:7d}   {:6.4f}   {:12.2%}   {:31.2e}   {:16.4f}".format(t, *row))
 
@@ -838,7 +848,8 @@ def main(argv):
     if (Path(path) / "tokenizer.json").exists():
         raise UserError(f"{path} is a Hugging Face directory, not a run with held-out rows: add --eval=TASK")
     if not sums:
-        return diagnose_answers(model, options, tokenizer, loops or [1, 2, 3, 4, 6, 8, 12, 16])
+        _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
+        return diagnose_answers(model, batches, loops or ANSWER_LOOPS)
     diagnose(path, model, options, loops or LOOPS)
 
 

@@ -347,9 +347,24 @@ def test_fine_tuning_starts_from_the_files_resumes_bit_for_bit_and_can_be_export
     fine_tune("--resume", "--max_steps=4")
     resumed = train.load_checkpoint(out, "stars")["weights"]
     assert resumed.keys() == whole.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
-    capsys.readouterr()
+    trained = capsys.readouterr().out
     stars.main([str(out), "--loops=1,2,5"])
     assert "right tokens" in (table := capsys.readouterr().out) and len(table.splitlines()) == 4
+    stars.main([str(out)])
+    assert (table := capsys.readouterr().out) in trained and len(table.splitlines()) == 9, "what training ended with"
+    assert "exactly right" not in trained
+
+
+def test_the_diagnosis_of_answers_is_a_mean_over_their_tokens(hub, capsys):
+    model, _, _ = stars.load(hub)
+    idx, targets = torch.randint(VOCAB, (2, 4, 30))
+    targets[:2, :25] = -1  # 5 targets in each of two rows, 30 in the others
+    rows = list(zip(idx.split(2), targets.split(2)))
+    stars.diagnose_answers(model.cpu(), rows, [2])
+    logits = model.readout(list(stars.trajectory(model, idx, 2))[-1])[targets >= 0]
+    ce = F.cross_entropy(logits, targets[targets >= 0]).item()
+    right = (logits.argmax(-1) == targets[targets >= 0]).float().mean().item()
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["2", f"{ce:.4f}", f"{right:.2%}"]
 
 
 @pytest.mark.parametrize("damage, message", [
