@@ -566,7 +566,8 @@ def evaluate(path, evaluation, modes, prefill_passes):
             prefill, passes = idx.shape[1] if mode == "standard" else n, prefill_passes if mode == "fused" else 0
             h = model.recurrent(idx.to(model.wte.weight.device), prefill, prefill_passes=passes)
             return model.readout(h[:, n - 1:])
-        return score, lambda prompts, n, stop: model.generate(prompts, n, mode, prefill_passes, temperature=0, stop=stop)
+        return score, lambda prompts, limits, stop: model.generate(prompts, max(limits), mode, prefill_passes,
+                                                                   temperature=0, stop=stop)
     train.evaluate(path, evaluation, tokenizer, model.config.block_size, {mode: under(mode) for mode in modes})
 
 
@@ -740,9 +741,10 @@ def main(argv):
     if a.prompt is None:
         return diagnose(path)
     model, _, tokenizer = load_model(path)
-    prompt = train.encode_prompt(tokenizer, a.prompt)
-    new, = model.generate([prompt], a.max_new_tokens, a.mode, a.prefill_passes, a.temperature, a.top_k, a.seed,
-                          tokenizer.encode(a.stop))
+    prompt, stop = train.encode_prompt(tokenizer, a.prompt), tokenizer.encode(a.stop)
+    if tokenizer.spec["name"] == "regex" and (missing := tokenizer.missing(a.stop)):
+        raise UserError(f"--stop={a.stop!r}: the vocabulary lacks {missing}")
+    new, = model.generate([prompt], a.max_new_tokens, a.mode, a.prefill_passes, a.temperature, a.top_k, a.seed, stop)
     print(a.prompt + tokenizer.decode(new))
 
 

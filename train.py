@@ -1283,49 +1283,54 @@ class Evaluation:
 
 
 @torch.no_grad()
-def decode(states, readout, new_cache, prompts, max_new_tokens, stop):
-    """Greedy continuations of prompts, lists of tokens, each up to the first token of `stop`, with a KV cache.
+def decode(states, readout, new_cache, prompts, limits, stop):
+    """Greedy continuations of prompts, lists of tokens, each of up to limits[i] tokens and up to the first token of `stop`,
+    with a KV cache.
 
     states(idx (B, T), cache, start) gives (B, T, D), readout(h) logits, new_cache(B, S) room for S tokens. Rows of several
     lengths need no padding and no mask: all start at the shortest one's length, and a row takes its own tokens while it
     has some left.
     """
-    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
-    cache, length, new = new_cache(len(prompts), longest + max_new_tokens), 0, [[] for _ in prompts]
-    idx = torch.tensor([prompt[:shortest] for prompt in prompts], device=cache.device)
-    running = True
+    cache = new_cache(len(prompts), max(len(prompt) + limit for prompt, limit in zip(prompts, limits)))
+    idx = torch.tensor([prompt[:min(map(len, prompts))] for prompt in prompts], device=cache.device)
+    length, new, running = 0, [[] for _ in prompts], True
     while running:
         tokens = readout(states(idx, cache, length)[:, -1]).argmax(-1).tolist()
         length, running = length + idx.shape[1], False
         for i, (row, prompt) in enumerate(zip(new, prompts)):
             if length < len(prompt):
                 tokens[i] = prompt[length]
-            elif len(row) < max_new_tokens and not (row and row[-1] in stop):
+            elif len(row) < limits[i] and not (row and row[-1] in stop):
                 row.append(tokens[i])
-            running |= len(row) < max_new_tokens and not (row and row[-1] in stop)
+            running |= len(row) < limits[i] and not (row and row[-1] in stop)
         idx = torch.tensor(tokens, device=cache.device)[:, None]
     return new
 
 
+def greedy_settings(generation_kwargs, task="a task"):
+    """(most new tokens, texts to stop at) of a task's generation_kwargs. UserError where it asks for what greedy decoding
+    is not: sampling, beams and the like."""
+    wanted = optional("lm_eval.models.utils").normalize_gen_kwargs(generation_kwargs)
+    limit, until = wanted.pop("max_gen_toks"), wanted.pop("until")
+    if not wanted["do_sample"] or wanted.get("temperature") == 0:  # then these have no effect
+        wanted = {k: v for k, v in wanted.items() if k not in ("do_sample", "temperature", "top_p", "top_k", "min_p")}
+    if refused := {k: v for k, v in wanted.items() if (k, v) != ("num_beams", 1)}:
+        raise UserError(f"--eval: {task} asks for {refused}, but decoding here is greedy: choose another task, or copy its "
+                        f".yaml without it")
+    if limit < 1:
+        raise UserError(f"--eval: {task} asks for answers of {limit} tokens")
+    return limit, tuple(text for text in until if text)
+
+
 def harness_adapter(tokenizer, block_size, score, generate, eval_rows):
     """A model as the harness's LM. score(idx (B, T), n): logits (B, T - n + 1, V) at the positions n - 1 ..;
-    generate(prompts, max_new_tokens, stop): greedy continuations; prompts and continuations are lists of tokens.
+    generate(prompts, limits, stop): greedy continuations of at most limits[i] tokens; prompts and continuations are lists
+    of tokens.
 
     Batches for `score` have contexts of one length, so that n is one number, and are padded at their ends, where causal
     attention cannot look; so no result depends on its batch.
     """
-    encode = tokenizer.encode
-
-    def prefix():
-        """What stands before a text without a context."""
-        return [tokenizer.eos] if tokenizer.eos is not None else encode("\n")[:1]
-
-    def windows(tokens, n):
-        """Pieces of at most block_size of tokens[n:], each as (tokens, context length) with all the context that fits."""
-        for end in (min(i + block_size, len(tokens)) for i in range(n, len(tokens), block_size)):
-            first = max(0, end - 1 - block_size)
-            yield tokens[first:end], n - first
-            n = end
+    models, utils = optional("lm_eval.models.utils"), optional("lm_eval.utils")
 
     def batches(items, key, length):
         """(key, items) of at most eval_rows items that have this key, and similar lengths."""
@@ -1333,50 +1338,104 @@ def harness_adapter(tokenizer, block_size, score, generate, eval_rows):
             group = list(group)
             yield from ((value, group[i:i + eval_rows]) for i in range(0, len(group), eval_rows))
 
-    def log_likelihoods(texts):
-        """For (tokens, context length) pairs: (sum of the log-probabilities behind the context, all of them greedy?)."""
-        pieces = [(i, *piece) for i, text in enumerate(texts) for piece in windows(*text)]
-        sums, greedy = [0.0] * len(texts), [True] * len(texts)
-        for n, batch in batches(pieces, lambda piece: piece[2], lambda piece: len(piece[1])):
-            T = len(batch[-1][1]) - 1
-            idx = torch.tensor([[*tokens[:-1], *[0] * (T + 1 - len(tokens))] for _, tokens, _ in batch])
-            for (i, tokens, _), logits in zip(batch, score(idx, n)):
-                target = torch.tensor(tokens[n:], device=logits.device)
-                logits = logits[:len(target)].to(torch.promote_types(logits.dtype, torch.float32))
-                sums[i] -= F.cross_entropy(logits, target, reduction="sum").item()
-                greedy[i] &= bool((logits.argmax(-1) == target).all())
-        return list(zip(sums, greedy))
+    @functools.cache
+    def stops(until):
+        """The tokens that complete an answer: end marks, and those that hold a text of `until`. (One of several tokens
+        does not stop the decoding, but still ends the answer.)"""
+        texts = map(tokenizer.decode, ([i] for i in range(tokenizer.vocab_size)))
+        return {*tokenizer.ends, *(i for i, text in enumerate(texts) if any(stop in text for stop in until))}
 
-    class Adapter(optional("lm_eval.api.model").LM):
-        tokenizer_name = "hub"
+    class Adapter(optional("lm_eval.api.model").TemplateLM):
+        tokenizer_name, eot_token_id = "its own", tokenizer.eos
+        cut = 0  # how many contexts lost their beginning, or answers their end, where the window was full
 
-        def loglikelihood(self, requests):
-            texts = []
-            for context, continuation in (request.args for request in requests):
-                body = context.rstrip()  # as in the harness's own models, white space belongs to what follows
-                before, whole = encode(body), encode(context + continuation)
-                texts.append((whole, len(before)) if before else (prefix() + whole, 1))
-            return log_likelihoods(texts)
+        def __init__(self):
+            super().__init__()
+            self.unknown = set()  # types that were read as <unk>
 
-        def loglikelihood_rolling(self, requests):
-            return [total for total, _ in log_likelihoods([(prefix() + encode(r.args[0]), 1) for r in requests])]
+        @property
+        def prefix_token_id(self):
+            """What stands before a text without a context."""
+            return self.tok_encode("\n")[0] if tokenizer.eos is None else tokenizer.eos
 
-        def generate_until(self, requests):
-            prompts, settings, new = [], [], [None] * len(requests)
-            for context, wanted in (request.args for request in requests):
-                until = wanted.get("until") or []
-                n = min(wanted.get("max_gen_toks", 256), block_size // 2)
-                prompts.append((encode(context) or prefix())[-(block_size - n):])
-                settings.append((n, tuple([until] if isinstance(until, str) else until)))
-            for (n, until), batch in batches(range(len(requests)), settings.__getitem__, lambda i: len(prompts[i])):
-                stop = {tokenizer.eos} | {tokens[0] for tokens in map(encode, until) if len(tokens) == 1}
-                for i, tokens in zip(batch, generate([prompts[i] for i in batch], n, stop)):
-                    tokens = tokens[:-1] if tokens[-1] in stop else tokens
-                    new[i] = re.split("|".join(map(re.escape, until)) or "$^", tokenizer.decode(tokens), maxsplit=1)[0]
+        def tok_encode(self, string, add_special_tokens=None):
+            if tokenizer.spec["name"] == "regex":
+                self.unknown.update(tokenizer.missing(string))
+            return tokenizer.encode(string)
+
+        def _encode_pair(self, context, continuation):
+            """As in the harness, except where a token would span the join, or there is no context: what belongs to the
+            continuation is then encoded by itself, so that all of it is scored."""
+            text, start = context + continuation, len(context.rstrip())  # white space belongs to what follows
+            if not self.tok_encode(text[:start]):
+                return [self.prefix_token_id], self.tok_encode(text)
+            before, after = super()._encode_pair(context, continuation)
+            if before + after != self.tok_encode(text):
+                after = self.tok_encode(text[start:])
+            return before, after
+
+        def loglikelihood(self, requests, disable_tqdm=False):
+            texts = [request.args for request in requests]
+            return self._loglikelihood_tokens([(text, *self._encode_pair(*text)) for text in texts])
+
+        def _loglikelihood_tokens(self, requests, disable_tqdm=False):
+            """For (texts, context, continuation): (sum of the continuation's log-probabilities, all of it greedy?)."""
+            pieces, results = [], [None] * len(requests)
+            for i, (texts, before, after) in enumerate(requests):
+                if not 0 < len(after) <= block_size:
+                    raise UserError(f"--eval: a task asks how likely {texts[1][:50]!r} is, {len(after)} tokens long: from 1 "
+                                    f"to the window's {block_size} can be scored")
+                tokens = (before + after)[-block_size - 1:]
+                self.cut += len(tokens) < len(before + after)
+                pieces.append((i, tokens, len(tokens) - len(after)))
+            for n, batch in batches(pieces, lambda piece: piece[2], lambda piece: len(piece[1])):
+                T = len(batch[-1][1]) - 1
+                idx = torch.tensor([[*tokens[:-1], *[0] * (T + 1 - len(tokens))] for _, tokens, _ in batch])
+                for (i, tokens, _), logits in zip(batch, score(idx, n)):
+                    target = torch.tensor(tokens[n:], device=logits.device)
+                    logits = logits[:len(target)].to(torch.promote_types(logits.dtype, torch.float32))
+                    results[i] = (-F.cross_entropy(logits, target, reduction="sum").item(),
+                                  bool((logits.argmax(-1) == target).all()))
+            return results
+
+        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+            totals, windows = [0.0] * len(requests), []
+            for i, request in enumerate(requests):
+                tokens = self.tok_encode(*request.args)
+                rolling = utils.get_rolling_token_windows(tokens, self.prefix_token_id, block_size, 1)
+                windows += [(i, *utils.make_disjoint_window(window)) for window in rolling]
+            for (i, *_), (total, _) in zip(windows, self._loglikelihood_tokens(windows)):
+                totals[i] += total
+            return totals
+
+        def generate_until(self, requests, disable_tqdm=False):
+            """The window is shared so: an answer may be as long as wanted if the prompt leaves room, else it gets the room
+            that there is, but half of the window at least, for which the prompt loses its beginning."""
+            rows, new = [], [None] * len(requests)
+            for i, (context, wanted) in enumerate(request.args for request in requests):
+                limit, until = greedy_settings(wanted)
+                tokens = self.tok_encode(context) or [self.prefix_token_id]
+                prompt, room = models.maybe_truncate(tokens, limit, block_size, max(1, min(limit, block_size // 2)),
+                                                     shrink_gen_toks=True, verbose=False)
+                self.cut += len(prompt) < len(tokens)
+                rows.append((i, prompt, room, until, limit))
+            for until, batch in batches(rows, lambda row: row[3], lambda row: len(row[1])):
+                _, prompts, rooms, _, _ = zip(*batch)
+                for (i, _, room, _, limit), tokens in zip(batch, generate(prompts, rooms, stops(until))):
+                    tokens = tokens[:room]
+                    self.cut += len(tokens) == room < limit and tokens[-1] not in stops(until)
+                    text = tokenizer.decode(tokens[:-1] if tokens[-1] in tokenizer.ends else tokens)
+                    new[i] = models.postprocess_generated_text(text, list(until), None)
             return new
 
         def apply_chat_template(self, chat_history, add_generation_prompt=True):
-            return tokenizer.chat(chat_history, add_generation_prompt)
+            """The prompt for an answer; or, without a generation prompt, for one that goes on from the last message."""
+            text, begun = tokenizer.chat(chat_history, add_generation_prompt), chat_history[-1]["content"]
+            if add_generation_prompt:
+                return text
+            if not begun.strip() or begun.strip() not in text:
+                raise UserError(f"the chat template does not write the beginning of an answer, {begun[:50]!r}")
+            return text[:text.rindex(begun.strip())] + begun.lstrip()
     return Adapter()
 
 
@@ -1387,25 +1446,39 @@ def evaluate(path, e, tokenizer, block_size, settings):
     optional("lm_eval")
     from lm_eval import simple_evaluate, tasks, utils
     manager, names = tasks.TaskManager(), e.eval.split(",")
+    if not hasattr(manager, "load"):
+        raise UserError("--eval needs a newer lm-evaluation-harness: pip install --upgrade lm-eval")
     for name in names:
         if name.endswith(".yaml"):
             if not Path(name).is_file():
                 raise UserError(f"--eval={name}: no such file")
         elif name not in manager.all_tasks:
             raise UserError(f"--eval={name}: lm-evaluation-harness has no such task; {nearest(name, manager.all_tasks)}")
+    try:
+        loaded = manager.load(names)
+    except Exception as error:  # tasks are programs: of the network, of packages that they need, of anything
+        reason = f"{type(error).__name__}, {' '.join(str(error).split())[:300]}"
+        raise UserError(f"--eval={e.eval}: a task could not be read: {reason}") from None
+    manager.load = lambda names: loaded  # once for all settings
+    for name, task in loaded["tasks"].items():
+        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+            raise UserError(f"--eval: {name} runs the code that a model writes, or needs images or sound: not here")
+        if e.fewshot > 0 and task.get_config("num_fewshot") == 0:
+            raise UserError(f"--fewshot={e.fewshot}: {name} is without examples by definition")
+        greedy_settings(task.get_config("generation_kwargs") or {}, name)
     out = run_directory(path) / "eval.json"
     results = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     chat = tokenizer.template is not None
     for label, (score, generate) in settings.items():
-        try:
-            found = simple_evaluate(
-                harness_adapter(tokenizer, block_size, score, generate, e.eval_rows), tasks=names, task_manager=manager,
-                num_fewshot=e.fewshot if e.fewshot >= 0 else None, limit=e.limit or None, log_samples=False,
-                apply_chat_template=chat, system_instruction=SYSTEM if chat else None)
-        except OSError as error:  # of the network, most often
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"--eval={e.eval}: a task's data could not be read: {reason}") from None
+        adapter = harness_adapter(tokenizer, block_size, score, generate, e.eval_rows)
+        found = simple_evaluate(
+            adapter, tasks=names, task_manager=manager, num_fewshot=e.fewshot if e.fewshot >= 0 else None,
+            limit=e.limit or None, log_samples=False, apply_chat_template=chat, system_instruction=SYSTEM if chat else None)
         print(f"{path}, {label}\n{utils.make_table(found)}", flush=True)
+        if adapter.cut:
+            print(f"{adapter.cut} prompts lost their beginning, or answers their end, to fit into {block_size} tokens")
+        if adapter.unknown:
+            print(f"{len(adapter.unknown)} words and signs of these tasks are not in the vocabulary: read as <unk>")
         for task, values in found["results"].items():
             results.setdefault(task, {})[label] = values
         write_json(out, results)

@@ -537,10 +537,19 @@ metric_list: [{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_bett
 """}
 
 
+@functools.cache
+def task_manager():
+    """The harness's index of its own tasks, which it reads from thousands of files: once is enough."""
+    import lm_eval.tasks
+    return lm_eval.tasks.TaskManager()
+
+
 @pytest.fixture
 def tasks(tmp_path, monkeypatch):
     """--eval=.. of three tasks in the harness's own YAML, on a JSONL of 7 sums."""
-    pytest.importorskip("lm_eval")
+    harness = pytest.importorskip("lm_eval.tasks")
+    manager = task_manager()
+    monkeypatch.setattr(harness, "TaskManager", lambda: copy.copy(manager))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = [{"question": f"What is {i} plus {i * i}?", "choices": [f"{i + i * i}", f"{i}.", "no number"]} for i in range(7)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -567,7 +576,7 @@ def check_adapter(tokenizer, block_size, score, generate, logits, teacher=None):
     """The adapter against one forward pass per text: logits(idx (1, T)) -> (1, T, V), or teacher(tokens, n) where the
     continuation is read in another way than the context."""
     texts = [("What is 1 plus 2?", " 3"), ("What is 1 plus 2? ", "12"), ("a", "bc"), ("", "What is"), ("What is 1 plus", " 2?"),
-             ("What is 1 plus 3?", " " + "4 " * 30), ("no" * 40, "yes")]
+             ("What is 1 plus 3?", " " + "4 " * 12), ("no" * 40, "yes")]
     results = []
     for rows in (1, 4):
         adapter = train.harness_adapter(tokenizer, block_size, score, generate, rows)
@@ -585,12 +594,12 @@ def check_adapter(tokenizer, block_size, score, generate, logits, teacher=None):
     for (context, continuation), (total, is_greedy) in zip(texts, results[0][0]):
         body = context.rstrip()
         tokens, n = tokenizer.encode(context + continuation), len(tokenizer.encode(body))
+        if tokens[:n] != tokenizer.encode(body):  # a token spans the join
+            tokens = tokenizer.encode(body) + tokenizer.encode((context + continuation)[len(body):])
         if not body:
             tokens, n = [getattr(tokenizer, "eos", None) or tokenizer.encode("\n")[0], *tokens], 1
         if len(tokens) > block_size + 1:
             tokens, n = tokens[-block_size - 1:], n - (len(tokens) - block_size - 1)
-        if n < 1:
-            continue  # longer than the window: in pieces, below
         p = teacher(tokens[:-1], n).log_softmax(-1)
         direct = sum(p[i, token].item() for i, token in enumerate(tokens[n:]))
         assert abs(total - direct) < 1e-9 * abs(direct), (context, continuation)
@@ -640,9 +649,9 @@ def test_the_adapter_of_stars_equals_direct_computation(hub, monkeypatch):
             assert text == tokenizer.decode(new).split("?")[0].split("er")[0]
 
 
-def run_of(tmp_path, name, model, text, **options):
-    """A run directory of an untrained model with a character tokenizer."""
-    tokenizer = train.Tokenizer("char", sorted(set(text)))
+def run_of(tmp_path, name, model, text, tokenizer="char", **options):
+    """A run directory of an untrained model with a tokenizer of the text's types."""
+    tokenizer = train.Tokenizer(tokenizer, sorted(train.count_types(tokenizer, text)) + ["<unk>"] * (tokenizer == "regex"))
     (tmp_path / name).mkdir()
     torch.save({"model": name, "preset": "tiny", "config": vars(model.config), "step": 600, "max_steps": 600, "best": 0.0, "tokenizer": tokenizer.spec,
                 "options": vars(train.Options(**options)), "weights": model.state_dict()}, tmp_path / name / "ckpt.pt")
@@ -703,6 +712,169 @@ def test_the_adapter_of_fullbandwidth_equals_reading_token_by_token(tmp_path, mo
             assert free == tokenizer.decode(tokens[7:])
 
 
+def bigrams(tokenizer, block_size, continue_with=()):
+    """An adapter of a model that looks at the last token only, so that a sum of log-probabilities is one of table entries;
+    the table; and the calls of its decoder, which always continues with the same tokens."""
+    g = torch.Generator().manual_seed(1)
+    table = torch.randn(tokenizer.vocab_size, tokenizer.vocab_size, generator=g, dtype=torch.float64).log_softmax(-1)
+    calls = []
+
+    def generate(prompts, limits, stop):
+        calls.append((prompts, limits))
+        ends = [next((i for i, token in enumerate(continue_with, 1) if token in stop), None)] * len(prompts)
+        return [list(continue_with)[:end][:limit] for end, limit in zip(ends, limits)]
+    score = lambda idx, n: table[idx][:, n - 1:]
+    return train.harness_adapter(tokenizer, block_size, score, generate, 4), table, calls
+
+
+def path_sum(table, tokens):
+    return sum(table[a, b].item() for a, b in zip(tokens, tokens[1:]))
+
+
+def one_word_tokenizer():
+    """Byte-level BPE in which "Ans" and "Answer" are each one token."""
+    tokenizers = pytest.importorskip("tokenizers")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+    bpe.train_from_iterator(["Answer\nAns\n"] * 9, tokenizers.trainers.BpeTrainer(
+        vocab_size=400, show_progress=False, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    return train.HubTokenizer({"tokenizer.json": bpe.to_str()})
+
+
+def test_a_choice_that_merges_with_the_question_is_scored_by_its_own_tokens_instead_of_winning_with_zero():
+    pytest.importorskip("lm_eval")
+    tokenizer = one_word_tokenizer()
+    assert len(tokenizer.encode("Ans")) == len(tokenizer.encode("Answer")) == 1
+    adapter, table, _ = bigrams(tokenizer, 30)
+    choices = ["wer", "nope", "x", "wer is", " wer"]
+    for choice, (total, greedy) in zip(choices, adapter.loglikelihood([Request("Ans", choice) for choice in choices])):
+        expected = path_sum(table, tokenizer.encode("Ans") + tokenizer.encode(choice))
+        assert abs(total - expected) < 1e-9 and total < -1 and not greedy
+
+
+@pytest.mark.parametrize("name", ["hub", "one word", "char"])
+def test_of_texts_split_anywhere_every_character_behind_the_split_is_scored(name):
+    """Against direct sums over the whole encoding, which is also the harness's own pair, where no token spans the split;
+    else over the encodings of both parts. Mid-word splits, half of these, used to score a rest, or nothing at all."""
+    model = pytest.importorskip("lm_eval.api.model")
+    tokenizer = {"hub": lambda: train.HubTokenizer(tokenizer_files()), "one word": one_word_tokenizer,
+                 "char": lambda: train.Tokenizer("char", sorted(set(PROSE)))}[name]()
+    adapter, table, _ = bigrams(tokenizer, 200)
+    rng, spanned = random.Random(0), 0
+    for _ in range(300):
+        start = rng.randrange(len(PROSE) - 60)
+        text = PROSE[start:start + rng.randrange(2, 60)]
+        split = rng.randrange(1, len(text))
+        (total, _), = adapter.loglikelihood([Request(text[:split], text[split:])])
+        body = text[:split].rstrip()  # white space belongs to what follows
+        before, whole = tokenizer.encode(body), tokenizer.encode(text)
+        if not body:
+            before = tokenizer.encode("<|im_end|>" if name == "hub" else "\n")
+            expected = path_sum(table, before + whole)
+        elif whole[:len(before)] == before:
+            expected = path_sum(table, whole) - path_sum(table, before)
+            assert model.TemplateLM._encode_pair(adapter, text[:split], text[split:]) == (before, whole[len(before):])
+        else:
+            spanned += 1
+            expected = path_sum(table, before[-1:] + tokenizer.encode(text[len(body):]))
+        assert abs(total - expected) < 1e-9 and total < -1, (text, split)
+    assert (spanned > 30) == (name == "hub")
+
+
+def test_what_has_no_tokens_or_does_not_fit_is_refused_instead_of_scored():
+    pytest.importorskip("lm_eval")
+    adapter, _, _ = bigrams(train.Tokenizer("char", list("abc\n")), 8)
+    for context, continuation in (("a", ""), ("", ""), ("a", "abcabcabc")):
+        with pytest.raises(UserError, match="--eval: a task asks how likely .* can be scored"):
+            adapter.loglikelihood([Request("a", "b"), Request(context, continuation)])
+    (total, _), = adapter.loglikelihood([Request("", "\n")])  # the same token as the one that stands for no context
+    assert total < 0 and adapter.cut == 0
+    adapter.loglikelihood([Request("abc", "abcabcab")])
+    assert adapter.cut == 1
+
+
+@pytest.mark.parametrize("begun", ["The best answer is", "Here it is:\n```python\ndef f():\n", " The"])
+def test_an_answer_that_is_begun_is_left_open_by_the_chat_template(begun):
+    pytest.importorskip("lm_eval")
+    adapter, _, _ = bigrams(chat_tokenizer(), 100)
+    open_answer = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    assert adapter.apply_chat_template(CHAT) == open_answer
+    chat = [*CHAT, {"role": "assistant", "content": begun}]
+    assert adapter.apply_chat_template(chat, add_generation_prompt=False) == open_answer + begun
+    trimming, _, _ = bigrams(chat_tokenizer(CHATML.replace("m['content']", "m['content'] | trim")), 100)
+    assert trimming.apply_chat_template(chat, add_generation_prompt=False) == open_answer + begun.lstrip()
+    forgetful, _, _ = bigrams(chat_tokenizer("{{ messages[0]['content'] }}"), 100)
+    with pytest.raises(UserError, match="does not write the beginning of an answer"):
+        forgetful.apply_chat_template(chat, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize("wanted, answer", [
+    ({}, "The answer is 4."), ({"max_new_tokens": 3}, "The answer"), ({"max_tokens": 3, "do_sample": False}, "The answer"),
+    ({"until": ["", "swer"]}, "The an"), ({"until": ""}, "The answer is 4."), ({"until": None}, "The answer is 4."),
+    ({"until": ["日本"]}, "The answer is 4."), ({"until": ["<|im_start|>", " is 4"]}, "The answer"),
+    ({"do_sample": False, "temperature": 1.0, "top_p": 0.9, "num_beams": 1}, "The answer is 4."),
+    ({"do_sample": True, "temperature": 0.0}, "The answer is 4."),
+    ({"do_sample": True}, UserError), ({"temperature": 0.2}, UserError), ({"num_beams": 10}, UserError),
+    ({"repetition_penalty": 1.2}, UserError), ({"max_length": 9}, UserError), ({"max_gen_toks": 0}, UserError)])
+def test_generation_settings_are_honoured_or_refused(wanted, answer):
+    pytest.importorskip("lm_eval")
+    tokenizer = chat_tokenizer()
+    adapter, _, _ = bigrams(tokenizer, 100, tokenizer.encode("The answer is 4.<|im_end|>\n5.<|endoftext|>6"))
+    if answer is UserError:
+        with pytest.raises(UserError, match=f"--eval: a task asks for .*{[*wanted][-1] if 'max_gen_toks' not in wanted else '0 tokens'}"):
+            adapter.generate_until([Request("2 + 2?", wanted)])
+    else:
+        assert adapter.generate_until([Request("2 + 2?", wanted)] * 2) == [answer] * 2
+
+
+@pytest.mark.parametrize("template, config, ends", [
+    (CHATML, {}, {"<|endoftext|>", "<|im_end|>"}), (CHATML, {"eos_token": "<|im_end|>"}, {"<|im_end|>"}),
+    (CHATML.replace("<|im_end|>", ""), {}, {"<|endoftext|>"}), (None, {}, {"<|endoftext|>"})])
+def test_an_answer_ends_at_the_end_of_text_and_at_the_templates_end_mark(template, config, ends):
+    tokenizer = chat_tokenizer(template, **config)
+    assert {tokenizer.decode([token]) for token in tokenizer.ends} == ends
+
+
+@pytest.mark.parametrize("name", ["char", "regex"])
+def test_texts_to_stop_at_may_be_absent_from_the_vocabulary(name):
+    """A character tokenizer could not encode them; of the regex one they were <unk>, at which it then stopped."""
+    pytest.importorskip("lm_eval")
+    vocab = list("The answr is4.Q:<unk>") if name == "char" else ["The", " ", "answer", "<unk>", "4", ".", "\n", "is"]
+    tokenizer = train.Tokenizer(name, sorted(set(vocab)) if name == "char" else vocab)
+    answer = tokenizer.encode("The answer is 4.") if name == "char" else [0, 1, 2, 1, 3, 1, 4, 5]
+    adapter, _, _ = bigrams(tokenizer, 60, answer)
+    until = ["\n\n", "Question:", "日"]
+    text = tokenizer.decode(answer)
+    assert adapter.generate_until([Request("The", {"until": until})]) == [text]
+    assert adapter.generate_until([Request("The", {"until": [*until, "4"]})]) == [text[:-2]]
+
+
+def test_a_prompt_and_its_answer_share_the_window():
+    pytest.importorskip("lm_eval")
+    tokenizer = train.Tokenizer("char", list("ab\n"))
+    adapter, _, calls = bigrams(tokenizer, 40, [0] * 99)
+    prompts = ["ab", "ab" * 10, "ab" * 15, "ab" * 30]
+    for limit, expected in ((5, [(2, 5), (20, 5), (30, 5), (35, 5)]), (30, [(2, 30), (20, 20), (20, 20), (20, 20)]),
+                            (500, [(2, 38), (20, 20), (20, 20), (20, 20)])):
+        calls.clear()
+        answers = adapter.generate_until([Request(prompt, {"max_gen_toks": limit}) for prompt in prompts])
+        assert [(len(prompt), n) for prompt, n in zip(*calls[0])] == expected, "in one batch"
+        assert [len(answer) for answer in answers] == [n for _, n in expected]
+        assert all(tokenizer.decode(cut) == prompt[-len(cut):] for cut, prompt in zip(calls[0][0], prompts))
+
+
+def test_rows_are_decoded_to_their_own_limits(hub):
+    model, _, _ = stars.load(hub)
+    model = model.cpu().double()
+    states = lambda idx, cache, start: model.final(idx, 2, cache, start)
+    readout = lambda h: F.linear(h, model.readout_weight)
+    prompts = torch.randint(VOCAB, (3, 9)).tolist()
+    prompts, limits = [prompts[0][:4], prompts[1], prompts[2][:6]], [7, 1, 4]
+    new = train.decode(states, readout, lambda B, S: model.new_cache(B, S, 2), prompts, limits, {-1})
+    for row, prompt, limit in zip(new, prompts, limits, strict=True):
+        assert prompt + row == greedy(lambda idx: readout(model.final(idx, 2)), prompt, limit)
+
+
 def test_the_harness_runs_its_own_tasks_and_the_results_stand_beside_the_run(hub, tasks, tmp_path, capsys):
     directory = write_hub(tmp_path / "hub")
     tables = []
@@ -711,7 +883,10 @@ def test_the_harness_runs_its_own_tasks_and_the_results_stand_beside_the_run(hub
         tables.append(json.loads((directory / "eval.json").read_text()))
         (directory / "eval.json").unlink()
     assert "sums_choice" in (out := capsys.readouterr().out) and "loops=4" in out
-    assert tables[0] == tables[1], "the batch does not matter"
+    for task, loops in itertools.product(TASKS, ("loops=1", "loops=4")):  # the batch does not matter, but for rounding
+        one, many = (table[task][loops] for table in tables)
+        assert one.keys() == many.keys()
+        assert all(x == y or math.isclose(x, y, rel_tol=1e-5) for x, y in zip(one.values(), many.values()))
     assert set(tables[0]) == set(TASKS) and set(tables[0]["sums_choice"]) == {"loops=1", "loops=4"}
     model, _, tokenizer = stars.load(directory)
     right = 0
@@ -727,9 +902,61 @@ def test_the_harness_runs_its_own_tasks_and_the_results_stand_beside_the_run(hub
     assert tables[0]["sums_choice"]["loops=4"]["acc,none"] == right / 7
 
 
-def test_a_task_that_does_not_exist_is_one_clear_line(hub, tmp_path):
-    pytest.importorskip("lm_eval")
+def test_a_task_that_does_not_exist_is_one_clear_line(hub, tmp_path, tasks):
     with pytest.raises(UserError, match="--eval=gsm8: lm-evaluation-harness has no such task; did you mean"):
         stars.main([str(hub), "--eval=gsm8"])
     with pytest.raises(UserError, match="no such file"):
         stars.main([str(hub), f"--eval={tmp_path}/none.yaml"])
+
+
+def test_tasks_that_cannot_be_run_as_they_ask_are_refused_before_anything_is_computed(hub, tmp_path, tasks):
+    rows = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/rows.jsonl}}}}\ntest_split: test\n"
+    sums = (tmp_path / "sums_generate.yaml").read_text()
+    for name, text, arguments, message in (
+            ("sampled", sums.replace("do_sample: false", "do_sample: true, temperature: 0.7"), [], "sampled asks for {'do_sample': True"),
+            ("fixed", sums + "num_fewshot: 0\n", ["--fewshot=2"], "--fewshot=2: fixed is without examples"),
+            ("absent", sums.replace(f"{tmp_path}/rows.jsonl", "none.jsonl"), [], "a task could not be read: FileNotFoundError"),
+            ("broken", f"task: broken\n{rows}output_type: nonsense\n", [], "a task could not be read"),
+            ("unsafe", sums + "unsafe_code: true\n", [], "unsafe runs the code that a model writes")):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(text.replace("task: sums_generate", f"task: {name}"))
+        with pytest.raises(UserError) as error:
+            stars.main([str(hub), f"--eval={path}", *arguments])
+        assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_begun_answer_reaches_the_model_open_through_the_harness_itself(tasks, tmp_path, capsys):
+    for name in ("choice", "generate"):
+        path = tmp_path / f"sums_{name}.yaml"
+        path.write_text(path.read_text() + "gen_prefix: The best answer is\n")
+    tokenizer, prompts = chat_tokenizer(), []
+
+    def score(idx, n):
+        prompts.extend(tokenizer.decode(row[:n].tolist()) for row in idx)
+        return torch.zeros(*idx.shape, VOCAB)[:, n - 1:]
+
+    def generate(rows, limits, stop):
+        prompts.extend(map(tokenizer.decode, rows))
+        return [tokenizer.encode("<|im_end|>") for _ in rows]
+    (tmp_path / "run").mkdir()
+    names = tasks[0].removeprefix("--eval=").rpartition(",")[0]
+    train.evaluate(tmp_path / "run", train.Evaluation(names, limit=2), tokenizer, 400, {"x": (score, generate)})
+    assert len(prompts) == 2 * 3 + 2 and all(text.endswith("<|im_start|>assistant\nThe best answer is") for text in prompts)
+    assert "fit into" not in capsys.readouterr().out
+
+
+def test_what_the_window_cut_and_what_was_read_as_unknown_is_said(tasks, tmp_path, capsys):
+    model = looped_gpt.LoopedGPT(looped_gpt.Config(vocab_size=6, block_size=12, n_layer=1, n_head=2, n_embd=16, num_loops=2))
+    path, _ = run_of(tmp_path, "looped_gpt", model, "What is\n?", tokenizer="regex")
+    looped_gpt.main([str(path), tasks[0], "--limit=2"])
+    out = capsys.readouterr().out
+    assert re.search(r"\d+ prompts lost their beginning, or answers their end, to fit into 12 tokens", out)
+    assert re.search(r"\d+ words and signs of these tasks are not in the vocabulary: read as <unk>", out)
+
+
+def test_a_stop_that_the_vocabulary_lacks_is_one_clear_line(tmp_path):
+    model = fullbandwidth.FullBandwidthGPT(fullbandwidth.Config(vocab_size=6, block_size=12, n_layer=1, n_head=2, n_kv_head=2,
+                                                                n_embd=16, mlp_width=16))
+    path, _ = run_of(tmp_path, "fullbandwidth", model, "What is\n?", tokenizer="regex")
+    with pytest.raises(UserError, match=r"--stop='!\?': the vocabulary lacks \['!'\]"):
+        fullbandwidth.main([str(path), "--prompt=What", "--stop=!?"])
