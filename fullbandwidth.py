@@ -16,7 +16,7 @@ Letters: B batch, T tokens, D width, V vocabulary, e embeddings and h^(k) pass k
 """
 import contextlib, functools, itertools, math, operator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -24,45 +24,39 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import train
-from train import UserError, check_at_least, cross_entropy
+from train import BelowOne, Count, Seed, Size, Token, UserError, check_fields, cross_entropy
 
 
 @dataclass
 class Config:
-    vocab_size: int = 50_257  # types; the tokenizer lowers it to what it found
-    block_size: int = 64  # tokens in a window, T, and the most that any layer looks back
-    n_layer: int = 4  # layers
-    n_head: int = 4  # query heads
-    n_kv_head: int = 4  # key and value heads, each shared by n_head / n_kv_head query heads
-    n_embd: int = 96  # width of the residual stream, D
-    mlp_width: int = 256  # hidden width of the SwiGLU
+    vocab_size: Size = 50_257  # types; the tokenizer lowers it to what it found
+    block_size: Size = 64  # tokens in a window, T, and the most that any layer looks back
+    n_layer: Count = 4  # layers
+    n_head: Count = 4  # query heads
+    n_kv_head: Count = 4  # key and value heads, each shared by n_head / n_kv_head query heads
+    n_embd: Size = 96  # width of the residual stream, D
+    mlp_width: Size = 256  # hidden width of the SwiGLU
     window: int = 0  # tokens that a layer looks back, itself included; 0: block_size
-    full_every: int = 6  # with a window, every so many layers one has none
+    full_every: Count = 6  # with a window, every so many layers one has none
     head_gates: bool = False  # each head's output times a sigmoid of the layer's input
-    rope_theta: float = 10_000.0  # the slowest rotation's period is about 2 pi theta
+    rope_theta: Annotated[float, 1, 10**9] = 10_000.0  # the slowest rotation's period is about 2 pi theta
     fusion: Literal["gated", "add", "concat"] = "gated"  # (W_U h) * sigmoid(W_G e), e + W_U h, or W_U h + W_G e
     mix: str = "0.75,0.22,0.03"  # shares of steps with 1, 2, 3 .. passes once feedback has started; 1: a standard model
-    feedback_from: float = 0.5  # share of the training that goes by before
+    feedback_from: BelowOne = 0.5  # share of the training that goes by before
     depth_scale: bool = True  # residual branches times 1 / sqrt(2 n_layer)
     input_norm: bool = True  # one shared RMSNorm on embeddings and on the stack's inputs
     jitter: float = 0.02  # in training, uniform noise of this size on the states fed back
     prefix_mix: bool = True  # in training, plain inputs before a random position of each sequence
     tied: bool = True  # the readout multiplies with the input embeddings
     compute_of: str = ""  # a mix: take as many steps more as make up for its passes, to compare at equal compute
-    document_end: int = -1  # the token after which a position gets no feedback; -1: none, but a line's end in wikitext
-    modulus: int = 3  # of --dataset=running-sum, at most 1,000
-    digits: int = 3  # of each operand of --dataset=addition, 2 to 8
+    document_end: Token = -1  # the token after which a position gets no feedback; -1: none, but a line's end in wikitext
+    modulus: Annotated[int, 2, 1000] = 3  # of --dataset=running-sum, at most 1,000
+    digits: Annotated[int, 2, 8] = 3  # of each operand of --dataset=addition, 2 to 8
     reversed_answers: bool = False  # the sums' lowest digit first, so that carries run forwards
     init_from: str = ""  # a run or checkpoint whose weights to start from; a standard model's lack W_U and W_G only
 
     def __post_init__(self):
-        check_at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "mlp_width",
-                       "full_every", "rope_theta")
-        check_at_least(self, 0, "window", "jitter")
-        check_at_least(self, 2, "modulus", most=1000)
-        check_at_least(self, 2, "digits", most=8)
-        if not 0 <= self.feedback_from < 1:
-            raise UserError(f"--feedback_from={self.feedback_from}: expected a share of the training, below 1")
+        check_fields(self)
         if self.n_embd % (2 * self.n_head):
             raise UserError(f"--n_embd={self.n_embd} is not --n_head={self.n_head} times an even width")
         if self.n_head % self.n_kv_head:
@@ -82,9 +76,11 @@ def parse_mix(mix, field="mix"):
     """[share of 1-pass steps, of 2-pass steps, ..]; UserError, of this field, if it is none."""
     with contextlib.suppress(ValueError):
         shares = [float(share) for share in mix.split(",")]
-        if min(shares) >= 0 < shares[-1] and abs(sum(shares) - 1) < 1e-8:  # as numpy, which draws them, wants
+        adds_up = abs(sum(shares) - 1) < 1e-8  # as numpy, which draws them, wants
+        if adds_up and min(shares) >= 0 < shares[-1] and len(shares) <= 1000:
             return shares
-    raise UserError(f"--{field}={mix}: expected shares that sum to 1, the last above 0, as in 0.75,0.22,0.03")
+    raise UserError(f"--{field}={mix:.60}: expected at most 1,000 shares that sum to 1, the last above 0, as in "
+                    f"0.75,0.22,0.03")
 
 
 PAPER = dict(optimizer="muon", muon_lr=0.01, lr=5e-4, weight_decay=0.01, schedule="wsd", warmup_steps=200)
@@ -717,17 +713,15 @@ SWEEPS = {
 class Arguments:
     prompt: str = None  # text to continue; without it, the diagnostics are printed
     mode: str = "standard"  # of decoding: standard, soft (feed back new tokens' states), fused (the prompt's too)
-    prefill_passes: int = 1  # fused passes over the prompt, with --mode=fused
+    prefill_passes: Count = 1  # fused passes over the prompt, with --mode=fused
     max_new_tokens: int = 200  # how many tokens to generate
-    temperature: float = 0.8  # 0: greedy
+    temperature: Annotated[float, 0, 100] = 0.8  # 0: greedy
     top_k: int = 50  # sample from the k likeliest; 0: from all
-    seed: int = 42  # seed of the sampling
+    seed: Seed = 42  # seed of the sampling
     stop: str = ""  # end at any of these tokens
 
     def __post_init__(self):
-        check_at_least(self, 0, "max_new_tokens", "top_k", "seed")
-        check_at_least(self, 0, "temperature", most=100)
-        check_at_least(self, 1, "prefill_passes")
+        check_fields(self)
         for mode in self.mode.split(","):
             if mode not in MODES:
                 raise UserError(f"--mode={mode}: invalid choice; {train.nearest(mode, MODES)}")

@@ -14,25 +14,25 @@ Letters: B batch, T tokens, D width, V vocabulary, K loops, H_k the (B, T, D) st
 """
 import copy, math, statistics, time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 import train
-from train import UserError, check_at_least, cross_entropy
+from train import BelowOne, Count, Seed, Size, UserError, check_fields, cross_entropy
 
 
 @dataclass
 class Config:
-    vocab_size: int = 20_000  # types; the tokenizer lowers it to what it found
-    block_size: int = 64  # tokens in a window, T
-    n_layer: int = 2  # layers in the stack that is looped
-    n_head: int = 4  # attention heads
-    n_embd: int = 128  # width of the residual stream, D
-    num_loops: int = 4  # times the stack is applied, K
-    dropout: float = 0.0  # on the embeddings and on each sublayer's output
+    vocab_size: Size = 20_000  # types; the tokenizer lowers it to what it found
+    block_size: Size = 64  # tokens in a window, T
+    n_layer: Count = 2  # layers in the stack that is looped
+    n_head: Count = 4  # attention heads
+    n_embd: Size = 128  # width of the residual stream, D
+    num_loops: Count = 4  # times the stack is applied, K
+    dropout: BelowOne = 0.0  # on the embeddings and on each sublayer's output
     readout: Literal["rmsnorm", "raw", "final_only"] = "rmsnorm"  # r in logits = r(H) E^T; final_only: raw before loop K
     supervision: Literal["terminal", "per_loop", "adaptive"] = "per_loop"  # loss at loop K, at every loop, by exit gate
     gate_input: Literal["normed", "raw"] = "normed"  # of adaptive's exit gate: r(H_k), as in Ouro; H_k, as in the release
@@ -41,10 +41,7 @@ class Config:
     embd_std: float = 1.0  # std of the initial embeddings; 1.0 is what the authors' release has
 
     def __post_init__(self):
-        check_at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "num_loops")
-        check_at_least(self, 0, "norm_penalty", "embd_std")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"--dropout={self.dropout}: expected a number from 0 up to, not including, 1")
+        check_fields(self)
         if self.n_embd % self.n_head:
             raise UserError(f"--n_embd={self.n_embd} is not divisible by --n_head={self.n_head}")
 
@@ -534,13 +531,12 @@ class Arguments:
     prompt: str = None  # text to continue; without it, the diagnostics are printed
     loops: str = None  # exit after this loop, with --eval after each of 1,2,..; by default after the trained number
     max_new_tokens: int = 200  # how many tokens to generate
-    temperature: float = 0.8  # 0: greedy
+    temperature: Annotated[float, 0, 100] = 0.8  # 0: greedy
     top_k: int = 50  # sample from the k likeliest; 0: from all
-    seed: int = 42  # seed of the sampling
+    seed: Seed = 42  # seed of the sampling
 
     def __post_init__(self):
-        check_at_least(self, 0, "max_new_tokens", "top_k", "seed")
-        check_at_least(self, 0, "temperature", most=100)
+        check_fields(self)
         if self.prompt == "":
             raise UserError("--prompt is empty: give at least one character to continue")
 

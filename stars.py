@@ -26,7 +26,7 @@ Letters: B batch, T tokens, D width, h^(t) the (B, T, D) state after loop t, N =
 import copy, itertools, json, math, re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -36,54 +36,49 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import train
-from train import UserError, check_at_least, cross_entropy
+from train import BelowOne, Count, Share, Size, UserError, check_fields, cross_entropy
 
 
 @dataclass
 class Config:
-    vocab_size: int = 15  # types; the data set it
-    block_size: int = 16  # tokens in a window, T; the addition data set it
-    digits: int = 4  # digits of each operand of the sums, 2 to 8
-    n_layer: int = 1  # layers in the stack that is looped
-    n_prelude: int = 0  # layers before the loop
-    n_coda: int = 0  # layers after the loop
-    n_head: int = 4  # attention heads
-    n_embd: int = 128  # width of the state, D
-    mlp_width: int = 512  # hidden width of the MLP
+    vocab_size: Size = 15  # types; the data set it
+    block_size: Size = 16  # tokens in a window, T; the addition data set it
+    digits: Annotated[int, 2, 8] = 4  # digits of each operand of the sums, 2 to 8
+    n_layer: Count = 1  # layers in the stack that is looped
+    n_prelude: Annotated[int, 0, 10_000] = 0  # layers before the loop
+    n_coda: Annotated[int, 0, 10_000] = 0  # layers after the loop
+    n_head: Count = 4  # attention heads
+    n_embd: Size = 128  # width of the state, D
+    mlp_width: Size = 512  # hidden width of the MLP
     activation: Literal["gelu", "swiglu"] = "gelu"  # of the MLP
     placement: Literal["pre", "post", "pre_sandwich", "post_sandwich"] = "post_sandwich"  # of a sublayer's norms
     norm: Literal["layernorm", "rmsnorm", "simple"] = "layernorm"  # of the loop; simple: LayerNorm without gain or bias
     residual_scale: float = 1.0  # a in a x + f(x); DeepNorm: (2 layers)^(1/4)
     state_norm: bool = False  # normalise the state after each loop, for the readout and for the next loop
     positions: Literal["learned", "rope"] = "learned"  # position embeddings, or rotations of queries and keys
-    rope_theta: float = 10_000.0  # the slowest rotation's period is about 2 pi theta
+    rope_theta: Annotated[float, 1, 10**9] = 10_000.0  # the slowest rotation's period is about 2 pi theta
     tied: bool = True  # the readout multiplies with the input embeddings
     exit_gate: bool = False  # carry Ouro's exit gate, which STARS neither uses nor trains
-    dropout: float = 0.0  # on the embeddings and on each sublayer's output
-    num_loops: int = 4  # loops when fixed, the Poisson mean, and the loops of an evaluation
+    dropout: BelowOne = 0.0  # on the embeddings and on each sublayer's output
+    num_loops: Count = 4  # loops when fixed, the Poisson mean, and the loops of an evaluation
     loop_sampling: Literal["fixed", "lognormal", "poisson", "uniform"] = "lognormal"  # t of each training step
-    loop_mu: float = 1.4  # log-normal: log of the median
+    loop_mu: Annotated[float, -10, 10] = 1.4  # log-normal: log of the median
     loop_sigma: float = 0.5  # log-normal: std of the log
-    min_loops: int = 1  # random t are clipped from below, and uniform ones start here
-    max_loops: int = 16  # and from above, and end here
+    min_loops: Count = 1  # random t are clipped from below, and uniform ones start here
+    max_loops: Count = 16  # and from above, and end here
     l2_penalty: float = 0.0  # weight of mean ||h^(t) - h^(t-1)||, a remedy that fails
-    jsrr_lambda: float = 0.1  # weight of JSRR against the cross-entropy, 0 to 1; 0: none
+    jsrr_lambda: Share = 0.1  # weight of JSRR against the cross-entropy, 0 to 1; 0: none
     jsrr_mode: Literal["vjp", "jvp"] = "vjp"  # J^T v in reverse mode, cheaper here, or J v in forward mode
-    jsrr_rows: float = 0.25  # share of the batch's rows at which J is taken, one row at least
+    jsrr_rows: Annotated[float, 0.001, 1] = 0.25  # share of the batch's rows at which J is taken, one row at least
     jsrr_detach: bool = False  # no gradient of JSRR through the state, as in the authors' release
     jsrr_after: int = 0  # training steps before JSRR sets in; in the authors' release those of the warm-up
     checkpointing: bool = False  # keep only each layer's input for the backward pass and run the layer again there
     init_from: str = ""  # a Hugging Face directory of Ouro's layout to start from: weights, tokenizer, chat template
 
     def __post_init__(self):
-        check_at_least(self, 1, "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "mlp_width", "num_loops",
-                       "min_loops", "rope_theta")
-        check_at_least(self, 0, "n_prelude", "n_coda", "residual_scale", "loop_sigma", "l2_penalty", "jsrr_after")
-        check_at_least(self, 0, "jsrr_lambda", "dropout", most=1)
-        if not 0 < self.jsrr_rows <= 1:
-            raise UserError(f"--jsrr_rows={self.jsrr_rows}: expected a share of the batch, above 0 and at most 1")
-        check_at_least(self, 2, "digits", most=8)
-        check_at_least(self, self.min_loops, "max_loops")
+        check_fields(self)
+        if self.min_loops > self.max_loops:
+            raise UserError(f"--min_loops={self.min_loops} is more than --max_loops={self.max_loops}")
         if self.n_embd % self.n_head:
             raise UserError(f"--n_embd={self.n_embd} is not divisible by --n_head={self.n_head}")
         if self.positions == "rope" and self.n_embd // self.n_head % 2:
@@ -830,6 +825,8 @@ class Arguments:
     ask: str = ""  # a sum to answer, as 1750+4733; without it, the diagnostics are printed
     export: str = ""  # a directory to write a fine-tuned Ouro to, in its Hugging Face layout
     loops: str = None  # loop counts, separated by commas; by default 1 to 256, with --eval the trained number
+
+    __post_init__ = check_fields
 
 
 def main(argv):

@@ -6,15 +6,15 @@
     torchrun --nproc_per_node=4 train.py MODEL ...                   # data-parallel
     python train.py MODEL --help                                     # every field, its default and its meaning
 
-In the order below: options and command line, text and tokenizers, batches, cross-entropy, the run (device, optimiser,
-schedule, log, checkpoint), evaluation, sweeps. A script brings `Config`, `PRESETS`, `SWEEPS`, `SHOW` and
-`train_model(run)`, its visible training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
+In the order below: what a value may be, options and command line, text and tokenizers, batches, cross-entropy, the run
+(device, optimiser, schedule, log, checkpoint), evaluation, sweeps. A script brings `Config`, `PRESETS`, `SWEEPS`, `SHOW`
+and `train_model(run)`, its visible training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
 """
 import argparse, base64, collections, contextlib, csv, dataclasses, datetime, difflib, functools, hashlib, http.client
 import importlib, inspect, io, itertools, json, math, multiprocessing, os, pydoc_data.topics, re, signal, sys, time
 import urllib.request, zipfile
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Annotated, Literal, get_args, get_origin
 
 import numpy as np
 import torch
@@ -29,6 +29,50 @@ class UserError(ValueError):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What a value may be, by the annotation of its field: it may come from the command line, a file or Python.
+
+Count = Annotated[int, 1, 10_000]  # how often something is done again: layers, loops, passes
+Size = Annotated[int, 1, 10_000_000]  # how much there is at a time: tokens, widths, rows
+Token = Annotated[int, -1, 10_000_000]  # the id of a token; -1: of none
+Seed = Annotated[int, 0, 2**63 - 1]
+Share = Annotated[float, 0, 1]
+BelowOne = Annotated[float, 0, 0.9999]
+RANGES = {int: (0, 10_000_000), float: (0, 10**9)}  # of a field that says no more than `int` or `float`
+
+
+def type_and_range(kind):
+    """(type, least, most) of a number's annotation, (type,) of another one."""
+    return get_args(kind) if get_origin(kind) is Annotated else (kind, *RANGES.get(kind, ()))
+
+
+def check_value(name, value, kind):
+    """UserError unless the value is of this kind: a type, a number in its range, or one of a Literal's choices."""
+    of_type, *limits = type_and_range(kind)
+    if get_origin(kind) is Literal:
+        valid, expected = value in get_args(kind), f"one of {', '.join(get_args(kind))}"
+    elif limits:
+        least, most = limits
+        number = isinstance(value, (int, of_type)) and not isinstance(value, bool)
+        valid = number and least <= value <= most  # false for nan
+        expected = f"a {'whole ' if of_type is int else ''}number from {least:,} to {most:,}"
+    elif of_type is str:  # which may be printed, and name a file
+        valid = isinstance(value, str) and "\0" not in value and value.encode(errors="ignore").decode() == value
+        expected = "text in UTF-8"
+    else:
+        valid, expected = isinstance(value, of_type), f"a value of type {of_type.__name__}"
+    if not valid:
+        raise UserError(f"{name}={value!s:.60}: expected {expected}")
+
+
+def check_fields(config):
+    """check_value of every field of a dataclass; None where that is the default."""
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if value is not None or f.default is not None:
+            check_value(f"--{f.name}", value, f.type)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Options and the command line. A field's comment is its help text.
 
 @dataclasses.dataclass
@@ -38,47 +82,35 @@ class Options:
     data_dir: str = "data"  # where downloads and token caches are kept
     out_dir: str = ""  # the run directory; empty: out/MODEL-PRESET
     max_steps: int = 600  # optimiser steps; 0: as many as `epochs` takes
-    epochs: int = 1  # passes over the training windows, when max_steps is 0
-    batch_size: int = 32  # sequences per forward pass, over all processes together
-    grad_accum: int = 1  # forward passes per optimiser step
+    epochs: Count = 1  # passes over the training windows, when max_steps is 0
+    batch_size: Size = 32  # sequences per forward pass, over all processes together
+    grad_accum: Count = 1  # forward passes per optimiser step
     stride: int = 0  # 0: windows start anywhere, at random; else every `stride` tokens, shuffled each epoch
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon on the blocks' matrices, AdamW on the rest
     lr: float = 3e-4  # peak learning rate of AdamW
     muon_lr: float = 0.01  # peak learning rate of Muon
     weight_decay: float = 0.01  # on matrices only
-    beta2: float = 0.999  # AdamW's second moment decay
+    beta2: BelowOne = 0.999  # AdamW's second moment decay
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
     schedule: Literal["constant", "cosine", "wsd"] = "constant"  # after the warm-up; cosine and wsd end at 0
     warmup_steps: int = 0  # steps of linear warm-up
-    decay_share: float = 0.25  # share of all steps, warm-up included: the last ones, in which wsd decays
-    log_interval: int = 10  # steps between progress lines (and rows of log.csv)
-    eval_interval: int = 100  # steps between evaluations, each followed by a checkpoint
-    eval_batches: int = 10  # an evaluation has as many rows as this many training steps
-    seed: int = 42  # seeds initialisation, data order and dropout
+    decay_share: Share = 0.25  # share of all steps, warm-up included: the last ones, in which wsd decays
+    log_interval: Size = 10  # steps between progress lines (and rows of log.csv)
+    eval_interval: Size = 100  # steps between evaluations, each followed by a checkpoint
+    eval_batches: Count = 10  # an evaluation has as many rows as this many training steps
+    seed: Seed = 42  # seeds initialisation, data order and dropout
     device: str = "auto"  # auto, cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where the hardware is fast at it
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile of the blocks; auto: on CUDA, on CPUs above 10M weights
     resume: bool = False  # go on from out_dir's last checkpoint
     overwrite: bool = False  # start again in an out_dir that holds a run
 
+    __post_init__ = check_fields
+
     @property
     def step_rows(self):
         """Sequences per optimiser step."""
         return self.batch_size * self.grad_accum
-
-    def __post_init__(self):
-        check_at_least(self, 1, "epochs", "batch_size", "grad_accum", "log_interval", "eval_interval", "eval_batches")
-        check_at_least(self, 0, "max_steps", "stride", "lr", "muon_lr", "weight_decay", "grad_clip", "warmup_steps", "seed")
-        if not 0 <= self.beta2 < 1 or not 0 <= self.decay_share <= 1:
-            raise UserError(f"--beta2={self.beta2} --decay_share={self.decay_share}: expected shares, beta2 below 1")
-
-
-def check_at_least(config, least, *names, most=math.inf):
-    """UserError for the first of the named fields that is below `least`, above `most`, or not a number."""
-    for name in names:
-        if not least <= getattr(config, name) <= most:
-            expected = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-            raise UserError(f"--{name}={getattr(config, name)}: expected a number {expected}")
 
 
 def nearest(word, known):
@@ -97,10 +129,11 @@ class Parser(argparse.ArgumentParser):
             comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
             group = self.add_argument_group(f"{cls.__module__}.{cls.__name__}")
             for f in dataclasses.fields(cls):
+                of_type, *_ = type_and_range(f.type)
                 help_text = f"{comments.get(f.name, '')} [{f.default}]".replace("%", "%%")
                 group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=help_text, **(
                     {"action": argparse.BooleanOptionalAction} if f.type is bool else
-                    {"choices": get_args(f.type)} if get_origin(f.type) is Literal else {"type": f.type}))
+                    {"choices": get_args(f.type)} if get_origin(f.type) is Literal else {"type": of_type}))
 
     def error(self, message):
         raise UserError(message)
@@ -130,9 +163,13 @@ def parse_run(usage, cls, argv):
 
 def loop_counts(text):
     """'1,2,4' -> [1, 2, 4]; [] of no text, that is of a field left at its default."""
-    if text is not None and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text, re.ASCII):
-        raise UserError(f"--loops={text}: expected a number of at least 1, or several as in --loops=1,2,4")
-    return [int(n) for n in text.split(",")] if text else []
+    try:
+        counts = [int(n) for n in text.split(",")] if text is not None else []
+    except ValueError:
+        raise UserError(f"--loops={text:.60}: expected a number, or several as in --loops=1,2,4") from None
+    for n in counts:
+        check_value("--loops", n, Count)
+    return counts
 
 
 def run_directory(path):
@@ -849,7 +886,9 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        return torch.empty(1, device=name).device
+        one = torch.ones(1, device=name)
+        one.item()  # which the device "meta" cannot give back
+        return one.device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device={name} cannot be used here: {str(error).splitlines()[0]}") from None
 
@@ -919,6 +958,20 @@ def schedule(o, step, max_steps):
     return 1.0
 
 
+CHECKPOINT = {"model": str, "preset": str, "config": dict, "options": dict, "tokenizer": dict, "weights": dict, "step": int,
+              "max_steps": int, "best": Annotated[float, -math.inf, math.inf]}  # and in ckpt.pt what --resume needs
+
+
+@contextlib.contextmanager
+def restoring(what):
+    """Whatever goes wrong while a run is restored is one line that begins with `what`: a file may hold anything."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}, {error}"
+        raise UserError(f"{what}: {' '.join(reason.split()):.400}") from None
+
+
 def load_checkpoint(path, name):
     """The checkpoint dict at `path` (a file, or a run directory's ckpt.pt), if model `name` wrote it; tensors on the CPU."""
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
@@ -932,6 +985,11 @@ def load_checkpoint(path, name):
         raise UserError(f"{path} is not a checkpoint of this project, or is damaged ({type(error).__name__})") from None
     if found != name:
         raise UserError(f"{path} is a checkpoint of {found}, not of {name}")
+    with restoring(f"{path} does not fit {name}.py as it is now"):
+        for key, kind in CHECKPOINT.items():
+            check_value(key, ckpt[key], kind)
+        for key, weight in ckpt["weights"].items():
+            check_value(key, weight, torch.Tensor)
     return ckpt
 
 
@@ -942,13 +1000,16 @@ def load_model(path, module, model_class):
 
 def restore_model(ckpt, path, module, model_class):
     """What load_model gives, from the checkpoint that was read from path."""
-    try:
+    with restoring(f"{path} does not fit {module}.py as it is now"):
         options = Options(**ckpt["options"])
-        model = model_class(sys.modules[model_class.__module__].Config(**ckpt["config"]))
+        config = sys.modules[model_class.__module__].Config(**ckpt["config"])
+        model = model_class(config)
         model.load_state_dict(ckpt["weights"])
-    except (TypeError, KeyError, RuntimeError) as error:
-        raise UserError(f"{path} does not fit {module}.py as it is now: {' '.join(str(error).split())[:200]}") from None
-    return model.to(pick_device("auto")).eval(), options, build_tokenizer(ckpt["tokenizer"], options.data_dir)
+        tokenizer = build_tokenizer(ckpt["tokenizer"], options.data_dir)
+        tokenizer.decode(list(range(config.vocab_size)))  # every token that the model may give
+        if tokenizer.vocab_size > config.vocab_size:
+            raise ValueError(f"its tokenizer has {tokenizer.vocab_size:,} types, its model {config.vocab_size:,}")
+    return model.to(pick_device("auto")).eval(), options, tokenizer
 
 
 def micro_batches(data, split, i):
@@ -976,7 +1037,7 @@ class Run:
     def __init__(self, name, preset, config, options, show):
         self.name, self.preset, self.options, self.show, self.out = name, preset, options, show, Path(options.out_dir)
         self.record = {"model": name, "preset": preset, "config": vars(config), "options": vars(options)}  # config.json
-        self.rows, self.step, self.tokens, self.best = [], 0, 0, math.inf
+        self.model, self.rows, self.step, self.tokens, self.best = None, [], 0, 0, math.inf
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.first = self.rank == 0
         shared_gpus = self.world > 1 and torch.cuda.is_available() and options.device in ("auto", "cuda")
@@ -1011,6 +1072,7 @@ class Run:
 
     def start(self, model):
         """Model to the device, blocks compiled, optimisers built, the last checkpoint loaded. Returns the model."""
+        check_value("max_steps", self.max_steps, int)  # however many epochs come to
         self.model = model.to(self.device)
         self.optimizers = build_optimizers(model, self.options)
         self.bad_step = torch.zeros((), device=self.device)
@@ -1140,7 +1202,8 @@ class Run:
     def log(self, evaluate):
         """A row of log.csv and a line on the screen; UserError if a loss or a gradient was not finite."""
         if self.bad_step:
-            raise UserError(f"the loss or its gradient was not finite at step {int(self.bad_step)}: try a lower --lr; "
+            advice = "try a lower --lr" if self.bad_step > 1 else "no update was made before, so it is not --lr"
+            raise UserError(f"the loss or its gradient was not finite at step {int(self.bad_step)}: {advice}; "
                             f"{self.out} keeps its last good checkpoint")
         row, line = {"step": self.step, "tokens": self.tokens}, f"step {self.step:>6}/{self.max_steps}"
         if self.step > self.mark[0]:
@@ -1182,7 +1245,8 @@ class Run:
     def load(self):
         """Go on from ckpt.pt: everything that `save` put there, and the rows of log.csv up to its step."""
         ckpt = load_checkpoint(self.out, self.name)
-        try:
+        with restoring(f"{self.out}/ckpt.pt does not fit {self.name}.py and these options; resume it as it was, or "
+                       f"choose another --out_dir"):
             there = ckpt["config"] | {"optimizer": ckpt["options"]["optimizer"]}
             here = vars(self.config) | {"optimizer": self.options.optimizer}
             changed = [f"{k}: {there.get(k)} there, {v} here" for k, v in here.items() if there.get(k) != v]
@@ -1191,18 +1255,18 @@ class Run:
             if ckpt["step"] > self.max_steps:
                 raise ValueError(f"step {ckpt['step']} there, --max_steps={self.max_steps} here")
             self.model.load_state_dict(ckpt["weights"])
-            for optimizer, state in zip(self.optimizers, ckpt["optimizers"]):  # rates: the command line's
+            for optimizer, state in zip(self.optimizers, ckpt["optimizers"], strict=True):  # rates: the command line's
                 optimizer.load_state_dict(state | {"param_groups": optimizer.state_dict()["param_groups"]})
+                moments = [(m.shape, p.shape) for p, of_p in optimizer.state.items() for m in of_p.values() if m.ndim]
+                if not moments or any(m != p for m, p in moments):
+                    raise ValueError("the optimizer's state is of another model")
+            check_value("tokens", ckpt["tokens"], Seed)
             self.step, self.tokens, self.best = ckpt["step"], ckpt["tokens"], ckpt["best"]
             if len(ckpt["rng"]) == self.world:
                 cpu, cuda = ckpt["rng"][self.rank]
                 torch.set_rng_state(cpu)
                 if cuda is not None and self.device.type == "cuda":
                     torch.cuda.set_rng_state(cuda, self.device)
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{self.out}/ckpt.pt does not fit {self.name}.py and these options: {reason}; resume it as it "
-                            f"was, or choose another --out_dir") from None
         self.rows = [r for r in read_csv(self.out / "log.csv") if r["step"] <= self.step]
         self.say(f"resuming after step {self.step}")
 
@@ -1272,14 +1336,11 @@ def peak_memory(device):
 @dataclasses.dataclass
 class Evaluation:
     eval: str = ""  # tasks of lm-evaluation-harness, separated by commas; one of your own: the path of its .yaml file
-    fewshot: int = -1  # worked examples before each question; -1: as many as the task says
+    fewshot: Annotated[int, -1, 1000] = -1  # worked examples before each question; -1: as many as the task says
     limit: int = 0  # questions of each task; 0: all
-    eval_rows: int = 16  # sequences computed together
+    eval_rows: Size = 16  # sequences computed together
 
-    def __post_init__(self):
-        check_at_least(self, -1, "fewshot")
-        check_at_least(self, 0, "limit")
-        check_at_least(self, 1, "eval_rows")
+    __post_init__ = check_fields
 
 
 @torch.no_grad()
@@ -1495,8 +1556,11 @@ def read_config(out):
         return None
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        return {name: saved[name] for name in ("model", "preset", "config", "options")}
-    except (ValueError, TypeError, KeyError):
+        saved = {name: saved[name] for name in ("model", "preset", "config", "options")}
+        for name, value in saved.items():
+            check_value(name, value, CHECKPOINT[name])
+        return saved
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise UserError(f"{path} is damaged: add --overwrite to start again, or choose another --out_dir") from None
 
 
@@ -1518,8 +1582,19 @@ def launch(name, module, preset, given):
             raise UserError(f"{out} holds a run of {saved['model']}-{saved['preset']}, not of {name}-{preset or default}")
         preset, values = saved["preset"], saved["config"] | saved["options"] | {"overwrite": False}
     fields = split_fields(values | given | {"out_dir": str(out)}, module.Config, Options)
+    config, options = module.Config(**fields[0]), Options(**fields[1])
     out.mkdir(parents=True, exist_ok=True)
-    module.train_model(Run(name, preset or default, module.Config(**fields[0]), Options(**fields[1]), module.SHOW))
+    run = Run(name, preset or default, config, options, module.SHOW)
+    try:
+        module.train_model(run)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        if run.model is None or options.batch_size == run.world:
+            advice = "the model is too large for it: lower --n_embd, --n_layer, --vocab_size or --block_size"
+        else:
+            advice = "halve --batch_size and double --grad_accum, which trains the same"
+        raise UserError(f"out of memory: {advice}") from None
 
 
 def sweep(name, module, preset, given, sweep_name, seeds):
@@ -1544,7 +1619,10 @@ def sweep(name, module, preset, given, sweep_name, seeds):
 
 
 def seed_list(text):
-    return [int(seed) for seed in text.split(",")]
+    seeds = [int(seed) for seed in text.split(",")]
+    for seed in seeds:
+        check_value("--seeds", seed, Seed)
+    return seeds
 
 
 def main(argv):
@@ -1572,6 +1650,11 @@ def main(argv):
         launch(name, module, preset, given)
 
 
+def out_of_memory(error):
+    """Whether this is a GPU's, torch's or Python's way to say that memory is short."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
+
+
 def command_line(function):
     """Call function(arguments); a UserError becomes one line and exit status 1."""
     sys.stdout.reconfigure(errors="replace")  # a console or file that cannot show every character
@@ -1581,10 +1664,10 @@ def command_line(function):
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-            sys.exit("error: out of memory: halve --batch_size and double --grad_accum, which trains the same")
-        raise
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        sys.exit("error: out of memory: ask for fewer loops or passes, a shorter text, or a lower --eval_rows")
 
 
 if __name__ == "__main__":

@@ -398,11 +398,11 @@ def test_the_race_counts_seconds_without_the_evaluations(tmp_path, capsys):
 @pytest.mark.parametrize("arguments, message", [
     (["--jsrr_lambda=1.5"], "--jsrr_lambda=1.5: expected a number from 0 to 1"),
     (["--jsrr_lambda=nan"], "from 0 to 1"),
-    (["--loop_sigma=-0.1"], "--loop_sigma=-0.1: expected a number of at least 0"),
-    (["--num_loops=0"], "--num_loops=0: expected a number of at least 1"),
-    (["--min_loops=9", "--max_loops=4"], "--max_loops=4: expected a number of at least 9"),
-    (["--digits=9"], "--digits=9: expected a number from 2 to 8"), (["--digits=1"], "from 2 to 8"),
-    (["--jsrr_rows=0"], "share of the batch"), (["--jsrr_rows=1.5"], "share of the batch"),
+    (["--loop_sigma=-0.1"], "--loop_sigma=-0.1: expected a number from 0 to"),
+    (["--num_loops=0"], "--num_loops=0: expected a whole number from 1 to"),
+    (["--min_loops=9", "--max_loops=4"], "--min_loops=9 is more than --max_loops=4"),
+    (["--digits=9"], "--digits=9: expected a whole number from 2 to 8"), (["--digits=1"], "from 2 to 8"),
+    (["--jsrr_rows=0"], "from 0.001 to 1"), (["--jsrr_rows=1.5"], "from 0.001 to 1"),
     (["--placement=sideways"], "invalid choice"),
     (["--n_embd=130"], "not divisible"), (["--n_embd=12", "--positions=rope"], "heads of an even width"),
 ])
@@ -432,7 +432,7 @@ def test_a_model_of_text_is_asked_no_sums_and_judged_by_its_tokens(tmp_path, cap
 
 @pytest.mark.parametrize("loops", ["0", "", "-1", "4,0", "x", "1,,2"])
 def test_loop_counts_below_one_are_refused(run, loops):
-    with pytest.raises(train.UserError, match="expected a number of at least 1"):
+    with pytest.raises(train.UserError, match="expected a"):
         stars.main([str(run), "--ask=17+47", f"--loops={loops}"])
 
 

@@ -72,7 +72,7 @@ def test_help_lists_every_field_with_its_meaning(capsys):
     (["looped_gpt", "--max_step=3"], "did you mean --max_steps"),
     (["looped_gpt", "--readout=rms"], "choose from"),
     (["looped_gpt", "--lr=fast"], "--lr: invalid float value"),
-    (["looped_gpt", "--num_loops=0"], "--num_loops=0: expected a number of at least 1"),
+    (["looped_gpt", "--num_loops=0"], "--num_loops=0: expected a whole number from 1 to 10,000"),
     (["looped_gpt", "--n_embd=130"], "not divisible by --n_head=4"),
     (["looped_gpt", "--batch_size=0"], "--batch_size=0"),
     (["looped_gpt", "--lr=nan"], "--lr=nan"),
@@ -82,7 +82,7 @@ def test_help_lists_every_field_with_its_meaning(capsys):
     (["looped_gpt", "--dataset=shakespear"], "did you mean shakespeare?"),
     (["looped_gpt", "--device=tpu"], "--device=tpu cannot be used here"),
     (["looped_gpt", "--seed=-1"], "--seed=-1"),
-    (["looped_gpt", "--beta2=1"], "beta2 below 1"),
+    (["looped_gpt", "--beta2=1"], "--beta2=1.0: expected a number from 0 to 0.9999"),
     (["looped_gpt", "--preset"], "argument --preset: expected one argument"),
     (["looped_gpt", "--resume", "--overwrite"], "choose one"),
     (["looped_gpt", "--max_steps=0", "--batch_size=40000"], "has not one step"),
@@ -327,7 +327,7 @@ def test_generating_from_a_run(command, capsys):
     assert first == capsys.readouterr().out  # best is last here, and the seed is fixed
     assert "required: RUN" in error_of(capsys, "--prompt=The ", main=looped_gpt.main)
     for argument, message in (("--prompt=\u2603", "not in the vocabulary: '\u2603'"), ("--prompt=", "--prompt is empty"),
-                              ("--loops=0", "--loops=0: expected a number of at least 1"),
+                              ("--loops=0", "--loops=0: expected a whole number from 1 to 10,000"),
                               ("--loop=2", "did you mean --loops")):
         assert message in error_of(capsys, out, argument, main=looped_gpt.main)
 
