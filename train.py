@@ -1072,7 +1072,7 @@ class Run:
 
     def start(self, model):
         """Model to the device, blocks compiled, optimisers built, the last checkpoint loaded. Returns the model."""
-        check_value("max_steps", self.max_steps, int)  # however many epochs come to
+        check_value("--max_steps", self.max_steps, int)  # however many epochs come to
         self.model = model.to(self.device)
         self.optimizers = build_optimizers(model, self.options)
         self.bad_step = torch.zeros((), device=self.device)
