@@ -83,7 +83,7 @@ class Attention(nn.Module):
         if cache is not None:  # (2, B, nh, block_size, hs): this (loop, layer)'s keys and values so far
             cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
             k, v = cache[:, :, :, :start + T]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=not start)  # behind a cache T is 1
         return self.out(y.transpose(1, 2).reshape(B, T, D))
 
 

@@ -135,12 +135,14 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal, in elementary operations: the fused kernels have neither second derivatives nor forward mode. Above 64
-    tokens, where T x T weights are large, it is a fused kernel after all, and `product` has PyTorch take that apart."""
+    """Causal, in elementary operations: the fused kernels have neither second derivatives nor forward mode. Of a model for
+    windows above 64 tokens, where T x T weights are large, it is a fused kernel after all, and `product` has PyTorch take
+    that apart."""
 
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
+        self.fused = config.block_size > 64  # by the model, not by the window: a compiled graph serves every length
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
@@ -152,7 +154,7 @@ class Attention(nn.Module):
         if cache is not None:  # (2, B, nh, block_size, hs): this (loop, layer)'s keys and values so far
             cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
             k, v = cache[:, :, :, :start + T]
-        if T > 64 and not start:
+        if self.fused and not start:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             return self.out(y.transpose(1, 2).reshape(B, T, D))
         future = torch.ones(T, start + T, dtype=torch.bool, device=x.device).triu(start + 1)

@@ -839,6 +839,9 @@ def cross_entropy_chunk(h, weight, targets, scale):
     return (z.log() - target_logits)[:, 0], p @ weight, p.T @ h
 
 
+compute_chunk = cross_entropy_chunk  # or its compiled form, as compile_blocks has it
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """sum_i scale_i CE_i over rows of states. Each chunk's logits live only while its loss and gradients are computed, in
     the forward pass: nothing of size V is kept, and the backward pass multiplies no matrix again."""
@@ -849,7 +852,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         ce, grad_h, grad_weight = scale.new_empty(len(h)), torch.empty_like(h), torch.zeros_like(weight)
         for i in range(0, len(h), rows):
             s = slice(i, i + rows)
-            ce[s], grad_h[s], chunk_weight = cross_entropy_chunk(low_h[s], low_weight, targets[s], scale[s])
+            ce[s], grad_h[s], chunk_weight = compute_chunk(low_h[s], low_weight, targets[s], scale[s])
             grad_weight += chunk_weight
         ctx.save_for_backward(grad_h, grad_weight, ce)
         ctx.mark_non_differentiable(ce)
@@ -915,10 +918,14 @@ def matmul_peak(device, dtype):
 
 
 def compile_blocks(model, device, choice):
-    """Compile each block in place: one graph serves every layer and any number of loops, and no weight is renamed."""
+    """Compile each block in place: one graph serves every layer and any number of loops, and no weight is renamed. There
+    are at most four: with and without gradients, of windows of one length and, from the second length on, of any."""
+    global compute_chunk
+    compute_chunk = cross_entropy_chunk
     large = device.type == "cuda" or device.type == "cpu" and sum(p.numel() for p in model.parameters()) > 10e6
     if choice == "off" or choice == "auto" and not large:
         return
+    torch.compiler.reset()  # all models of a process share PyTorch's limit of 8 graphs of a function
     try:
         torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
     except Exception as error:  # no C++ compiler, no Triton: whatever the back end raises
@@ -926,9 +933,8 @@ def compile_blocks(model, device, choice):
         return
     torch._functorch.config.ban_recompute_materialized_backward = False  # recompute what is cheap: a third of the memory
     for block in model.blocks:
-        block.compile(fullgraph=True)
-    global cross_entropy_chunk
-    cross_entropy_chunk = torch.compile(cross_entropy_chunk)
+        block.compile()  # not fullgraph=True, with which a run ends at that limit: so it warns and goes on uncompiled
+    compute_chunk = torch.compile(cross_entropy_chunk)
 
 
 def build_optimizers(model, o):

@@ -105,7 +105,7 @@ def test_cuda_bf16_is_fp32_to_its_precision(name):
 @needs_cuda
 @pytest.mark.parametrize("name", TINY)
 def test_cuda_compiled_equals_eager(name, monkeypatch):
-    monkeypatch.setattr(train, "cross_entropy_chunk", train.cross_entropy_chunk)  # compile_blocks replaces it
+    monkeypatch.setattr(train, "compute_chunk", train.compute_chunk)  # compile_blocks replaces it
     batch = tiny_batch(name, DEVICE)
     loss, gradient = loss_and_gradient(*batch, torch.float32)
     train.compile_blocks(batch[0], DEVICE, "on")
@@ -116,7 +116,7 @@ def test_cuda_compiled_equals_eager(name, monkeypatch):
 @needs_cuda
 @pytest.mark.parametrize("name", TINY)
 def test_cuda_never_waits_inside_a_step(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "cross_entropy_chunk", train.cross_entropy_chunk)
+    monkeypatch.setattr(train, "compute_chunk", train.compute_chunk)
     module, steps, updates = sys.modules[bench.CLASSES[name].__module__], train.Run.steps, []
 
     def watched_steps(run):
