@@ -146,8 +146,12 @@ class Attention(nn.Module):
             rows = torch.arange(B, device=x.device)
             cache[0, rows, :, positions], cache[1, rows, :, positions] = k[:, :, 0], v[:, :, 0]
             k, v = cache
-        k, v = (x.repeat_interleave(self.n_head // self.n_kv_head, dim=1) for x in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+        group = self.n_head // self.n_kv_head
+        if positions is not None:  # the query heads that share a key head stand as rows: nothing of the cache is copied
+            q = q.reshape(B, self.n_kv_head, group, -1)
+        elif group > 1:  # enable_gqa would not: under a mask, GPUs have no fused kernel for it
+            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None).reshape(B, self.n_head, T, -1)
         if self.gate is not None:
             y = y * torch.sigmoid(self.gate(x)).transpose(1, 2)[..., None]
         return self.out(y.transpose(1, 2).reshape(B, T, D))

@@ -4,6 +4,7 @@ import contextlib, itertools, math, re, zipfile
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fullbandwidth
@@ -312,6 +313,23 @@ def test_cached_decoding_of_a_batch_equals_naive_decoding_past_the_context(mode,
     with torch.no_grad():
         expected = naive_generate(model, prompts, 20, mode, **options)
     assert model.generate(prompts, 20, mode, **options) == expected
+
+
+@pytest.mark.parametrize("n_kv_head", [1, 2, 4])
+def test_decoding_a_token_copies_no_layers_cache(n_kv_head):
+    model, _, _ = small(n_kv_head=n_kv_head, block_size=4096)
+    cache, sizes = model.new_cache(2, 4096), []
+
+    class Results(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **kwargs or {})
+            for x in result if isinstance(result, tuple) else (result,):
+                if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() != cache.untyped_storage().data_ptr():
+                    sizes.append(x.numel())
+            return result
+    with torch.no_grad(), Results():
+        model.stack(torch.randn(2, 1, 32).double(), cache, torch.tensor([4000, 4095]))
+    assert max(sizes) == 2 * 4096 < cache[0, 0].numel()  # the mask: 2 rows of 4,096 keys
 
 
 def test_the_three_modes_differ_and_seeds_repeat():
