@@ -860,6 +860,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
+        if torch.is_grad_enabled():  # create_graph=True; PyTorch's once_differentiable lets a constant `grad` pass
+            raise RuntimeError("cross_entropy has no second derivative: its gradient is kept as numbers")
         grad_h, grad_weight, ce = ctx.saved_tensors
         return grad * grad_h, grad * grad_weight, None, grad * ce, None
 
@@ -909,7 +911,9 @@ def pick_dtype(name, device):
 def matmul_peak(device, dtype):
     """FLOP/s of a large square matmul, measured: what MFU is against."""
     n = 8192 if device.type == "cuda" else 2048
-    a, seconds = torch.ones(n, n, device=device, dtype=dtype), []
+    generator = torch.Generator(device).manual_seed(0)  # of its own: a run's random numbers are not moved on
+    a = torch.randn(n, n, device=device, dtype=dtype, generator=generator)  # ones draw less power, and run faster
+    seconds = []
     for _ in range(4):
         start = time.perf_counter()
         (a @ a)[0, 0].item()  # waits for the device
@@ -1329,10 +1333,13 @@ def read_csv(path):
 
 
 def peak_memory(device):
-    """The most bytes that this process has held so far, on the GPU if it computes there."""
+    """The most bytes that this process has held so far, on the GPU if it computes there; NaN where nobody counts them."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return math.nan
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

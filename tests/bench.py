@@ -15,7 +15,7 @@ every loop's or pass's logits whole, `.item()` in each loop, JSRR by an extra lo
 cache. Before it is timed, each one is checked to give the same loss.
 """
 import argparse, contextlib, functools, itertools, json, math, os, platform
-import re, resource, select, statistics, subprocess, sys, time
+import re, select, statistics, subprocess, sys, time
 from pathlib import Path
 
 import torch
@@ -232,10 +232,7 @@ def training(variant, model, preset, fields, batch, way, device, seconds):
     yield {}
     while True:
         duration = step() + step_update() * batch / (options.batch_size * options.grad_accum)
-        if device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated()
-        else:
-            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        memory = train.peak_memory(device)
         speed = idx.numel() / duration
         yield {variant: {"tokens/s": speed, "ms/step": 1e3 * duration, "peak GB": memory / 1e9,
                          "MFU": model.flops_per_token() * speed / train.matmul_peak(device, dtype)}}

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullbandwidth, looped_gpt, stars
 import train
@@ -300,6 +301,37 @@ def test_a_compiled_run_has_the_eager_losses_and_keys(command):
     assert weights(eager).keys() == weights(compiled).keys()
     for name, w in weights(eager).items():  # float32 sums in another order, over 8 steps
         torch.testing.assert_close(w, weights(compiled)[name], rtol=1e-3, atol=1e-4)
+
+
+def test_the_cross_entropy_refuses_to_be_differentiated_twice():
+    weight, targets, scale = torch.randn(9, 5, requires_grad=True), torch.randint(9, (6,)), torch.ones(6)
+    for loss_of in (lambda ce, h: ce, lambda ce, h: ce ** 2, lambda ce, h: ce + h.square().sum()):
+        h = torch.randn(6, 5, requires_grad=True)
+        loss = loss_of(train.cross_entropy(h, weight, targets, scale)[0], h)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(loss, h, create_graph=True)
+
+
+def test_the_peak_is_that_of_random_matrices_and_leaves_the_runs_random_numbers_alone():
+    before, factors = torch.get_rng_state(), []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.mm.default:
+                factors.extend(args)
+                return args[0]
+            return function(*args, **kwargs or {})
+    with Products():
+        train.matmul_peak(torch.device("cpu"), torch.float32)
+    assert factors and all(abs(x[:100].std() - 1) < 0.01 for x in factors)  # of 200,000 numbers: to 0.002
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_memory_that_nobody_counts_ends_no_run(monkeypatch):
+    pytest.importorskip("resource")
+    assert 1e7 < train.peak_memory(torch.device("cpu")) < 1e12
+    monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows, importing it fails
+    assert np.isnan(train.peak_memory(torch.device("cpu")))
 
 
 @pytest.mark.parametrize("name, fields, T", [("looped_gpt", [], 16), ("stars", ["--jsrr_lambda=0", "--mlp_width=16"], 16)])
