@@ -333,7 +333,8 @@ class FullBandwidthGPT(nn.Module):
             raise UserError(f"--init_from={path} is of another architecture or vocabulary: {differing[0]} differs")
         if ckpt["tokenizer"] != tokenizer.spec:
             raise UserError(f"--init_from={path} was trained with another tokenizer")
-        self.load_state_dict(ckpt["weights"], strict=False)
+        with train.restoring(f"--init_from={path} does not fit fullbandwidth.py as it is now"):
+            self.load_state_dict(ckpt["weights"], strict=False)
 
     def new_cache(self, B, S):
         c, like = self.config, self.wte.weight

@@ -6,9 +6,10 @@
     torchrun --nproc_per_node=4 train.py MODEL ...                   # data-parallel
     python train.py MODEL --help                                     # every field, its default and its meaning
 
-In the order below: what a value may be, options and command line, text and tokenizers, batches, cross-entropy, the run
-(device, optimiser, schedule, log, checkpoint), evaluation, sweeps. A script brings `Config`, `PRESETS`, `SWEEPS`, `SHOW`
-and `train_model(run)`, its visible training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
+In the order below: what a value may be, options and command line, text and tokenizers, batches, cross-entropy, the
+run (device, optimiser, schedule, log, checkpoint), evaluation, sweeps. A script brings `Config`, `PRESETS`, `SWEEPS`,
+`SHOW` and `train_model(run)`, its visible training loop; its model brings `blocks`, `loss(idx, targets)` and
+`flops_per_token()`.
 """
 import argparse, base64, collections, contextlib, csv, dataclasses, datetime, difflib, functools, hashlib, http.client
 import importlib, inspect, io, itertools, json, math, multiprocessing, os, pydoc_data.topics, re, signal, sys, time
@@ -968,8 +969,8 @@ def schedule(o, step, max_steps):
     return 1.0
 
 
-CHECKPOINT = {"model": str, "preset": str, "config": dict, "options": dict, "tokenizer": dict, "weights": dict, "step": int,
-              "max_steps": int, "best": Annotated[float, -math.inf, math.inf]}  # and in ckpt.pt what --resume needs
+CHECKPOINT = {"model": str, "preset": str, "config": dict, "options": dict, "tokenizer": dict, "weights": dict,
+              "step": int, "max_steps": int, "best": Annotated[float, -math.inf, math.inf]}  # ckpt.pt has more
 
 
 @contextlib.contextmanager

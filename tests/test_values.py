@@ -21,7 +21,8 @@ def nonsense(kind):
         return ["bogus", "", None, 1, []]
     of_type = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     if of_type is int:
-        return [-2, 2.5, 1.0, "1", True, None, math.nan, 10**10 if kind != train.Seed else 2**63, 10**30, [], torch.tensor(1)]
+        too_many = 2**63 if kind == train.Seed else 10**10
+        return [-2, 2.5, 1.0, "1", True, None, math.nan, too_many, 10**30, [], torch.tensor(1)]
     if of_type is float:
         return [math.nan, math.inf, -math.inf, -11.0, 1e300, 10**30, "0.1", True, None, []]
     return [1, "no", None, 0.0] if of_type is bool else [5, b"x", [], "a\0b", "\ud800"]
@@ -51,8 +52,8 @@ def test_every_field_refuses_what_its_annotation_does_not_allow(cls):
     (["looped_gpt", "--device=meta"], "--device=meta cannot be used here"),
 ])
 def test_a_number_out_of_its_range_ends_before_anything_is_written(argv, message, capsys, tmp_path):
-    assert message in error_of(capsys, *argv, f"--out_dir={tmp_path}/run", "--dataset=addition" if argv[0] == "stars" else
-                               "--dataset=python-docs", f"--data_dir={tmp_path}")
+    dataset = "addition" if argv[0] == "stars" else "python-docs"
+    assert message in error_of(capsys, *argv, f"--out_dir={tmp_path}/run", f"--dataset={dataset}", f"--data_dir={tmp_path}")
     assert not (tmp_path / "run" / "config.json").exists()
 
 
@@ -68,8 +69,10 @@ def good(tmp_path_factory):
 
 @pytest.fixture
 def spoil(good, tmp_path, capsys):
-    """spoil(change of the saved dict, file, main, *argv): the error of a command that reads a changed copy of the run."""
-    def error(change, file="ckpt.pt", main=train.main, argv=("looped_gpt", "--out_dir=RUN", "--resume", "--max_steps=4")):
+    """spoil(change of the saved dict, file, main, argv): the error of a command that reads a changed copy of the run."""
+    resume = ("looped_gpt", "--out_dir=RUN", "--resume", "--max_steps=4")
+
+    def error(change, file="ckpt.pt", main=train.main, argv=resume):
         for name in ("config.json", "ckpt.pt"):
             (tmp_path / name).write_bytes((good / name).read_bytes())
         path = tmp_path / file
@@ -82,7 +85,8 @@ def spoil(good, tmp_path, capsys):
 
 @pytest.mark.parametrize("part, field, value, message", [
     ("options", "schedule", "bogus", "--schedule=bogus: expected one of constant, cosine, wsd"),
-    ("options", "seed", "1", "--seed=1: expected a whole number"), ("options", "data_dir", "a\0b", "expected text in UTF-8"),
+    ("options", "seed", "1", "--seed=1: expected a whole number"),
+    ("options", "data_dir", "a\0b", "expected text in UTF-8"),
     ("config", "n_layer", "2", "--n_layer=2: expected a whole number"), ("config", "num_loops", 2.5, "--num_loops=2.5"),
     ("config", "inter_loop_norm", "no", "--inter_loop_norm=no: expected a value of type bool"),
 ])
@@ -132,7 +136,7 @@ def no_memory(*_, **__):
 @pytest.mark.parametrize("method, arguments, advice", [
     ("__init__", [], "the model is too large for it"), ("loss", ["--batch_size=1"], "the model is too large for it"),
     ("loss", [], "halve --batch_size and double --grad_accum")])
-def test_a_model_that_is_too_large_is_not_told_to_halve_its_batch(method, arguments, advice, capsys, tmp_path, monkeypatch):
+def test_too_large_a_model_is_not_told_to_halve_its_batch(method, arguments, advice, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(looped_gpt.LoopedGPT, method, no_memory)
     error = error_of(capsys, "looped_gpt", *TINY, f"--data_dir={tmp_path}", f"--out_dir={tmp_path}/run", *arguments)
     assert error.startswith("error: out of memory: ") and advice in error
