@@ -152,9 +152,9 @@ def test_generation_without_memory_is_not_told_to_halve_a_batch(good, capsys, mo
 def test_the_rate_is_blamed_only_after_an_update(step, advice, capsys, tmp_path, monkeypatch):
     loss, calls = looped_gpt.LoopedGPT.loss, []
 
-    def nan_at_step(model, idx, targets):
+    def nan_at_step(model, *arguments, **fields):
         calls.append(model.training)
-        value, metrics = loss(model, idx, targets)
+        value, metrics = loss(model, *arguments, **fields)
         return value * (math.nan if model.training and sum(calls) == step else 1.0), metrics
     monkeypatch.setattr(looped_gpt.LoopedGPT, "loss", nan_at_step)
     error = error_of(capsys, "looped_gpt", *TINY, f"--data_dir={tmp_path}", f"--out_dir={tmp_path}/run")
