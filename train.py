@@ -1665,8 +1665,9 @@ def main(argv):
 
 
 def out_of_memory(error):
-    """Whether this is a GPU's, torch's or Python's way to say that memory is short."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
+    """Whether this is CUDA's, Python's, a Mac's or torch's way to say that memory is short."""
+    words = "out of memory", "allocate memory"
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in words)
 
 
 def command_line(function):

@@ -143,7 +143,9 @@ def test_too_large_a_model_is_not_told_to_halve_its_batch(method, arguments, adv
 
 
 def test_generation_without_memory_is_not_told_to_halve_a_batch(good, capsys, monkeypatch):
-    monkeypatch.setattr(looped_gpt.LoopedGPT, "generate", no_memory)
+    def no_memory_of_a_mac(*_, **__):
+        raise RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)")
+    monkeypatch.setattr(looped_gpt.LoopedGPT, "generate", no_memory_of_a_mac)
     error = error_of(capsys, good, "--prompt=The ", main=looped_gpt.main)
     assert error.startswith("error: out of memory: ") and "batch" not in error
 
