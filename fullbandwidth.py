@@ -548,7 +548,7 @@ def diagnose(path):
     out, runs = train.run_directory(path), {("this run", options.seed): path}
     print(f"{path}: mix {model.config.mix}, fusion {model.config.fusion}")
     report(passes, runs, out)
-    if len(ks) > 1:
+    if len(ks) > 1 and model.config.block_size > 1:  # a single position is fed back to none
         gains = feedback_gains(model, batches[0][0], min(16, model.config.block_size // 2)).log().mean(0).exp()
         print(f"\nlocal contraction rate at the exact states: {gains.mean():.3f}, in the worst row {gains.max():.3f}")
     report(TASKS.get(options.dataset, decoding), runs, out)

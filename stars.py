@@ -632,18 +632,19 @@ def race(runs, out):
     print(f"drawn in {out}/race.png")
 
 
+SUMS = dict(dataset="addition")  # what `compare` judges by
 PLAIN = dict(loop_sampling="fixed", jsrr_lambda=0.0)
 SWEEPS = {
-    "normalization": ({f"{placement}+{norm}": PLAIN | dict(placement=placement, norm=norm)
+    "normalization": ({f"{placement}+{norm}": SUMS | PLAIN | dict(placement=placement, norm=norm)
                        for placement in ("pre", "pre_sandwich", "post", "post_sandwich")
                        for norm in ("layernorm", "rmsnorm", "simple")}, compare),
     "ablation": ({
-        "fixed": PLAIN,
-        "prelude+coda": PLAIN | dict(n_prelude=1, n_coda=1),
-        "l2": PLAIN | dict(l2_penalty=0.01),
-        "random": dict(jsrr_lambda=0.0),
-        "jsrr": dict(loop_sampling="fixed"),
-        "random+jsrr": {},
+        "fixed": SUMS | PLAIN,
+        "prelude+coda": SUMS | PLAIN | dict(n_prelude=1, n_coda=1),
+        "l2": SUMS | PLAIN | dict(l2_penalty=0.01),
+        "random": SUMS | dict(jsrr_lambda=0.0),
+        "jsrr": SUMS | dict(loop_sampling="fixed"),
+        "random+jsrr": SUMS,
     }, compare),
     "optimizer": ({
         "muon": {},

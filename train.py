@@ -12,8 +12,8 @@ run (device, optimiser, schedule, log, checkpoint), evaluation, sweeps. A script
 `flops_per_token()`.
 """
 import argparse, base64, collections, contextlib, csv, dataclasses, datetime, difflib, functools, hashlib, http.client
-import importlib, inspect, io, itertools, json, math, multiprocessing, os, pydoc_data.topics, re, signal, sys, time
-import urllib.request, zipfile
+import importlib, inspect, io, itertools, json, math, multiprocessing, os, pydoc_data.topics, re, signal, sys
+import threading, time, urllib.request, zipfile, zlib
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
 
@@ -21,6 +21,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 MODELS = ("looped_gpt", "stars", "fullbandwidth")
 
@@ -114,6 +119,10 @@ class Options:
         return self.batch_size * self.grad_accum
 
 
+
+DATA_DIR = Options.data_dir  # the command line's: what a run has saved must not say where we write
+
+
 def nearest(word, known):
     """'did you mean a, b?', or all that is known."""
     close = difflib.get_close_matches(word, known, 3, 0.5)
@@ -141,10 +150,12 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv):
         """The fields that argv sets, as a dict; UserError names the nearest fields to an unknown one."""
+        global DATA_DIR
         values, unknown = self.parse_known_args(argv)
         if unknown:
             word = unknown[0].split("=")[0]
             raise UserError(f"{word}: no such field; {nearest(word, self.fields)}")
+        DATA_DIR = getattr(values, "data_dir", Options.data_dir)
         return vars(values)
 
 
@@ -157,8 +168,14 @@ def parse_run(usage, cls, argv):
     """(RUN, a cls, an Evaluation) of a script's own command line, which names a run directory or a checkpoint in it."""
     parser = Parser(usage, cls, Evaluation)
     parser.add_argument("run", metavar="RUN", help="a run directory, or a checkpoint in it")
+    parser.add_argument("--data_dir", default=argparse.SUPPRESS, help="where downloads and token caches are kept [data]")
     values = parser.parse(argv or ["--help"])
     own, evaluation = split_fields(values, cls, Evaluation)
+    idle = list(evaluation)  # the diagnostics, which are printed otherwise, take none of these
+    if hasattr(cls, "prompt") and "prompt" not in own:
+        idle += own
+    if idle and not evaluation.get("eval"):
+        raise UserError(f"--{idle[0]} has no effect here: it goes with --eval" + " or --prompt" * (idle[0] in own))
     return values["run"], cls(**own), Evaluation(**evaluation)
 
 
@@ -192,6 +209,32 @@ def whole_file(path, mode="wb"):
         temporary.unlink(missing_ok=True)
 
 
+# What a run directory may hold, in the order in which --overwrite deletes it: a run without its config.json goes on from
+# its checkpoint, so a kill in between leaves the old run, or none, but never a mixture.
+RUN_FILES = ("config.json", "ckpt.pt", "best.pt", "log.csv", "log.csv.old", "eval.json", "curves.png", "diagnostics.png",
+             *(f"{measure}.{kind}" for measure in ("passes", "decoding", "running_sum", "addition", "statetrack")
+               for kind in ("csv", "png")))
+
+
+@contextlib.contextmanager
+def locked(path, *names, wait=True):
+    """Hold the lock file at `path`, which goes with its process however that ends, and remove the temporary files that a
+    kill has left of the files `names` beside it. If another process has it, wait for it, or raise UserError."""
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(path, "a"))
+            if fcntl:
+                fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for left in (left for name in names for left in path.parent.glob(f"{name}.[0-9]*.tmp")):
+                left.unlink()
+        except BlockingIOError:
+            raise UserError(f"another process is training in {path.parent}: wait for it, or choose another "
+                            f"--out_dir") from None
+        except OSError:  # read-only, or a file system without locks
+            pass
+        yield
+
+
 def write_json(path, value):
     with whole_file(path, "w") as f:
         json.dump(value, f, indent=1, ensure_ascii=False, default=str)
@@ -222,7 +265,8 @@ def download(path, url, size=None, sha256=None):
         return verify(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with urllib.request.urlopen(url, timeout=30) as reply, whole_file(path) as f:
+        with (locked(path.parent / "data.lock", path.name), urllib.request.urlopen(url, timeout=30) as reply,
+              whole_file(path) as f):
             total = int(reply.headers.get("Content-Length") or 0)
             while chunk := reply.read(1 << 20):
                 f.write(chunk)
@@ -264,10 +308,10 @@ def read_splits(dataset, source):
                 lines = lambda name: map(str.strip, io.TextIOWrapper(z.open(f"{dataset}-raw/wiki.{name}.raw"), "utf-8"))
                 return {split: "".join(line + "\n\n" for line in lines(name) if line)
                         for split, name in (("train", "train"), ("val", "valid"), ("test", "test"))}
-        text = source.read_bytes().decode("utf-8")
+        text = source.read_bytes().decode("utf-8-sig")  # without the byte order mark of some editors
     except UnicodeDecodeError as error:
         raise UserError(f"{source} is not UTF-8 text ({error})") from None
-    except (zipfile.BadZipFile, KeyError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError) as error:
         raise UserError(f"{source} is not the WikiText archive ({error}): delete it and try again") from None
     cut = len(text) * 9 // 10
     cut = text.find("\n", cut, (cut + len(text)) // 2) + 1 or cut
@@ -470,41 +514,68 @@ def fit_tokenizer(name, texts, vocab_size, data_dir):
     text, counts = "".join(texts.values()) if name == "char" else texts["train"], collections.Counter()
     for part in map_blocks(functools.partial(count_types, name), text):
         counts.update(part)
-    if name == "char":
-        return Tokenizer(name, sorted(counts))
-    types = sorted((t for t, n in counts.items() if n >= 2), key=lambda t: (-counts[t], t))
-    return Tokenizer(name, (Tokenizer.specials + types)[:vocab_size])
+    types, least = sorted(counts), 2
+    if name == "regex":
+        types = sorted((t for t, n in counts.items() if n >= 2), key=lambda t: (-counts[t], t))
+        types, least = (Tokenizer.specials + types)[:vocab_size], 1 + len(Tokenizer.specials)
+    if text and len(types) < least:
+        raise UserError(f"--tokenizer={name}: a vocabulary of {len(types)} leaves nothing to learn, at least {least} are "
+                        f"needed: take another text, or a larger --vocab_size")
+    return Tokenizer(name, types)
 
 
 def encode_block(tokenizer, text):
     return np.array(tokenizer.encode(text), np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
 
 
+def cache_digest(cache, spec):
+    """The checksum of a token cache: of its tokenizer and of its tokens."""
+    digest = hashlib.sha256(json.dumps(spec).encode())
+    for path in sorted(cache.glob("*.bin")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def read_cache(cache):
+    """The tokenizer's spec of a token cache, or None where that is not whole, or not what was written."""
+    path = cache / "tokenizer.json"
+    if not path.exists():  # it is written last
+        return None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved["sha256"] == cache_digest(cache, saved["spec"]):
+            return saved["spec"]
+    print(f"{cache} is damaged: built again")
+
+
 def token_cache(options, vocab_size):
-    """The tokenizer and {split: memory map of tokens}. They are built once for a source (its path, size and time) and a
-    tokenizer, in a folder under data_dir; its tokenizer.json comes last, so that what a kill leaves is built again."""
+    """The tokenizer, {split: memory map of tokens} and the SHA-256 of the text. The tokens are built once for a text and a
+    tokenizer, in a folder under data_dir, by one process at a time."""
     data_dir = Path(options.data_dir)
     data_dir.mkdir(parents=True, exist_ok=True)
     source = find_source(options.dataset, data_dir)
-    key = source.resolve(), source.stat().st_size, source.stat().st_mtime_ns, vocab_size * (options.tokenizer == "regex")
-    digest = hashlib.sha256(repr(key).encode()).hexdigest()[:12]
+    text_digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256(repr((text_digest, vocab_size * (options.tokenizer == "regex"))).encode()).hexdigest()[:12]
     cache = data_dir / f"{Path(options.dataset).stem}-{options.tokenizer}-{digest}"
-    if not (cache / "tokenizer.json").exists():
-        cache.mkdir(exist_ok=True)
-        texts = read_splits(options.dataset, source)
-        tokenizer = fit_tokenizer(options.tokenizer, texts, vocab_size, data_dir)
-        for split, text in texts.items():
-            count = unknown = 0
-            with whole_file(cache / f"{split}.bin") as f:
-                for tokens in map_blocks(functools.partial(encode_block, tokenizer), text):
-                    f.write(tokens)
-                    count, unknown = count + len(tokens), unknown + np.sum(tokens == 3)
-            share = f", {unknown / count:.1%} unknown" if options.tokenizer == "regex" and count else ""
-            print(f"{options.dataset}, {split}: {count:,} {options.tokenizer} tokens{share}")
-        write_json(cache / "tokenizer.json", tokenizer.spec)
-    tokenizer = build_tokenizer(json.loads((cache / "tokenizer.json").read_text(encoding="utf-8")), data_dir)
+    cache.mkdir(exist_ok=True)
+    with locked(cache / "cache.lock", "train.bin", "val.bin", "test.bin", "tokenizer.json"):
+        spec = read_cache(cache)
+        if not spec:
+            texts = read_splits(options.dataset, source)
+            tokenizer = fit_tokenizer(options.tokenizer, texts, vocab_size, data_dir)
+            spec = tokenizer.spec
+            for split, text in texts.items():
+                count = unknown = 0
+                with whole_file(cache / f"{split}.bin") as f:
+                    for tokens in map_blocks(functools.partial(encode_block, tokenizer), text):
+                        f.write(tokens)
+                        count, unknown = count + len(tokens), unknown + np.sum(tokens == 3)
+                share = f", {unknown / count:.1%} unknown" if options.tokenizer == "regex" and count else ""
+                print(f"{options.dataset}, {split}: {count:,} {options.tokenizer} tokens{share}")
+            write_json(cache / "tokenizer.json", {"spec": spec, "sha256": cache_digest(cache, spec)})
+    tokenizer = build_tokenizer(spec, data_dir)
     dtype = encode_block(tokenizer, "").dtype
-    return tokenizer, {p.stem: np.memmap(p, dtype, "r") for p in cache.glob("*.bin") if p.stat().st_size}
+    return tokenizer, {p.stem: np.memmap(p, dtype, "r") for p in cache.glob("*.bin") if p.stat().st_size}, text_digest
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -525,7 +596,7 @@ class TextData:
 
     def __init__(self, options, config):
         self.options, self.T = options, config.block_size
-        self.tokenizer, self.tokens = token_cache(options, config.vocab_size)
+        self.tokenizer, self.tokens, self.digest = token_cache(options, config.vocab_size)
         self.vocab_size = self.tokenizer.vocab_size
         for split in ("train", "val"):
             if (n := len(self.tokens.get(split, ()))) <= self.T:
@@ -700,7 +771,7 @@ def read_problems(dataset):
     load = optional("datasets").load_dataset if kind != "json" else None
     try:
         if kind == "json":
-            with open(dataset, encoding="utf-8") as f:
+            with open(dataset, encoding="utf-8-sig") as f:
                 rows = [json.loads(line) for line in f if line.strip()]
             return [[row.get(name) for row in rows] for name in ("problem", "solution") if any(name in row for row in rows)]
         rows = load(kind or dataset, data_files=dataset if kind else None, split="train")
@@ -744,6 +815,17 @@ def encode_answers(tokenizer, problems, solutions, T):
     return np.concatenate([np.empty(0, np.uint32), *rows]), np.array(ends, np.int64), np.array(firsts, np.int64), counts
 
 
+def read_arrays(path):
+    """The arrays of an .npz file, whose checksums are verified, or None where it is absent or damaged."""
+    if not path.exists():
+        return None
+    try:
+        with np.load(path) as saved:
+            return dict(saved)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        print(f"{path} is damaged: built again")
+
+
 class AnswerData:
     """Supervised fine-tuning: problems and solutions, of which every 50th row is held out. Targets are -1 before the
     solution. A batch's rows are sorted by length, so that a micro-batch has rows of similar lengths."""
@@ -761,16 +843,18 @@ class AnswerData:
         digest = hashlib.sha256(json.dumps([self.tokenizer.spec, SYSTEM, self.T]).encode())
         for text in (text for column in columns for text in column):
             digest.update(json.dumps(text).encode() + b"\n")
-        cache = Path(options.data_dir) / f"answers-{digest.hexdigest()[:16]}.npz"
-        if not cache.exists():
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            tokens, ends, firsts, counts = encode_answers(self.tokenizer, *columns, self.T)
-            with whole_file(cache) as f:
-                np.savez(f, tokens=tokens, ends=ends, firsts=firsts)
-            print(f"{options.dataset}: {len(columns[0]):,} rows, {len(ends):,} used" +
-                  "".join(f", {n:,} {what}" for what, n in counts.items() if n))
-        with np.load(cache) as saved:
-            self.tokens, self.ends, self.firsts = saved["tokens"], saved["ends"], saved["firsts"]
+        self.digest = digest.hexdigest()
+        cache = Path(options.data_dir) / f"answers-{self.digest[:16]}.npz"
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with locked(cache.parent / "data.lock", cache.name):
+            if (saved := read_arrays(cache)) is None:
+                tokens, ends, firsts, counts = encode_answers(self.tokenizer, *columns, self.T)
+                with whole_file(cache) as f:
+                    np.savez(f, tokens=tokens, ends=ends, firsts=firsts)
+                print(f"{options.dataset}: {len(columns[0]):,} rows, {len(ends):,} used" +
+                      "".join(f", {n:,} {what}" for what, n in counts.items() if n))
+                saved = read_arrays(cache)
+        self.tokens, self.ends, self.firsts = saved["tokens"], saved["ends"], saved["firsts"]
         if len(self.ends) < 50:
             raise UserError(f"--dataset={options.dataset}: {len(self.ends)} usable rows; every 50th is held out: give more")
         held_out = np.arange(len(self.ends)) % 50 == 49
@@ -887,6 +971,14 @@ def cross_entropy(h, weight, targets, scale):
 # ---------------------------------------------------------------------------------------------------------------------
 # The run: device, optimiser, schedule, evaluation, log, checkpoint.
 
+SIGPIPE = 13  # where there is one: nobody reads our output
+
+
+def mute():
+    """Print nothing from now on, since nobody can read it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 def pick_device(name):
     """'auto' -> cuda, mps or cpu, whichever is there first; UserError for a device that is not."""
     if name == "auto":
@@ -990,6 +1082,9 @@ def load_checkpoint(path, name):
         begun = f" --out_dir={path.parent} --resume" if (path.parent / "config.json").exists() else ""
         raise UserError(f"{path}: no such checkpoint; train one with: python train.py {name}{begun}")
     try:
+        with zipfile.ZipFile(path) as archive:  # torch writes its checksums, and does not look at them
+            if damaged := archive.testzip():
+                raise ValueError(damaged)
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         found = ckpt["model"]
     except Exception as error:  # pickle, zip and torch errors of all kinds: truncated, foreign, or with objects inside
@@ -1012,7 +1107,7 @@ def load_model(path, module, model_class):
 def restore_model(ckpt, path, module, model_class):
     """What load_model gives, from the checkpoint that was read from path."""
     with restoring(f"{path} does not fit {module}.py as it is now"):
-        options = Options(**ckpt["options"])
+        options = Options(**ckpt["options"] | {"data_dir": DATA_DIR})
         config = sys.modules[model_class.__module__].Config(**ckpt["config"])
         model = model_class(config)
         model.load_state_dict(ckpt["weights"])
@@ -1034,6 +1129,7 @@ def micro_batches(data, split, i):
 
 def validation_batches(options, tokenizer, model, n):
     """The data that a trained run was trained on, and the first n validation micro-batches on the model's device."""
+    print(f"validation split of {options.dataset}, the data that the run names")
     data, device = load_data(options, model.config), next(model.parameters()).device
     if data.tokenizer.spec != tokenizer.spec:
         raise UserError(f"--dataset={options.dataset} now has another vocabulary than the run was trained with")
@@ -1049,6 +1145,7 @@ class Run:
         self.name, self.preset, self.options, self.show, self.out = name, preset, options, show, Path(options.out_dir)
         self.record = {"model": name, "preset": preset, "config": vars(config), "options": vars(options)}  # config.json
         self.model, self.rows, self.step, self.tokens, self.best = None, [], 0, 0, math.inf
+        self.asked, self.speaking = 0, False  # the signal that asked to stop; whether a line is being printed
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.first = self.rank == 0
         shared_gpus = self.world > 1 and torch.cuda.is_available() and options.device in ("auto", "cuda")
@@ -1060,7 +1157,7 @@ class Run:
         if options.batch_size % self.world:
             raise UserError(f"--batch_size={options.batch_size} cannot be shared by {self.world} processes")
         if self.world > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+            dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
         for turn in (True, False):  # the first process builds the token cache, the others then find it
             if self.first == turn:
                 self.data = load_data(options, config)
@@ -1073,8 +1170,15 @@ class Run:
         torch.manual_seed(options.seed)
 
     def say(self, text):
-        if self.first:
-            print(text, flush=True)
+        """Print a line. Where nobody can read it (`| head`, a closed terminal), the run is asked to stop, which saves it."""
+        if self.first and text:
+            self.speaking = True
+            try:
+                print(text, flush=True)
+            except OSError:
+                self.asked = self.asked or SIGPIPE
+                mute()
+            self.speaking = False
 
     @property
     def resumes(self):
@@ -1091,57 +1195,69 @@ class Run:
             torch.manual_seed(self.options.seed + self.rank)  # dropout differs between processes
         if self.resumes:
             self.load()
-        elif self.first:
-            (self.out / "ckpt.pt").unlink(missing_ok=True)
-        if self.first:  # only now: a run that cannot be resumed so, or is finished, keeps the config that it has
-            if self.step < self.max_steps:
-                write_json(self.out / "config.json", self.record)
-            for path in self.out.glob("*.tmp"):  # what a kill left
-                path.unlink()
+        elif self.first and self.options.overwrite:
+            for name in RUN_FILES:
+                (self.out / name).unlink(missing_ok=True)
+        config = self.out / "config.json"
+        if self.first and (self.step < self.max_steps or not config.exists()):
+            write_json(config, self.record)  # only now: a run that cannot be resumed so, or is finished, keeps its own
         compile_blocks(model, self.device, self.options.compile)
         self.peak = matmul_peak(self.device, self.dtype) * self.world
-        self.say(f"{self.name}-{self.preset}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, "
-                 f"{self.device}, {str(self.dtype)[6:]}, matmul peak {self.peak / 1e12:.2f} TFLOP/s, into {self.out}")
+        size = sum(p.numel() for p in model.parameters())
+        self.say(f"{self.name}-{self.preset} on {self.options.dataset}: {size / 1e6:.2f}M parameters, {self.device}, "
+                 f"{str(self.dtype)[6:]}, matmul peak {self.peak / 1e12:.2f} TFLOP/s, into {self.out}")
         return model
 
     def steps(self):
         """Yield step = 1 .. max_steps; around each set the rates, log, evaluate, save, and stop cleanly when asked to."""
-        o, self.asked = self.options, 0  # or the signal that asked to stop
-        old = {s: signal.signal(s, lambda number, frame: self.ask(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+        o, stop, old = self.options, False, {}
+        if threading.current_thread() is threading.main_thread():  # only there may signals be handled
+            signals = [signal.SIGINT, signal.SIGTERM]
+            if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+                signals.append(signal.SIGHUP)
+            old = {s: signal.signal(s, lambda number, frame: self.ask(number)) for s in signals}
         try:
             self.mark = self.step, self.tokens, time.perf_counter()
             if not self.rows:  # at the start, or where log.csv is gone
-                self.log(evaluate=True)
-            while self.step < self.max_steps:
+                self.say(self.log(evaluate=True))
+            while self.step < self.max_steps and not stop:
                 self.step += 1
                 for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
                     group["lr"] = group["peak_lr"] * schedule(o, self.step, self.max_steps)
                 self.loss, self.metrics = 0.0, {}
                 yield self.step
-                stop = self.asked
-                if self.world > 1:  # processes agree on it, every tenth step, since it waits for the device
-                    stop = self.step % 10 == 0 and self.mean(torch.tensor(float(stop), device=self.device)) > 0
+                stop, line = self.asked_to_stop(), ""
                 evaluate = self.step == self.max_steps or self.step % o.eval_interval == 0
                 if evaluate or stop or self.step % o.log_interval == 0:
-                    self.log(evaluate)
+                    line = self.log(evaluate)
                 if evaluate or stop:
                     self.save("ckpt.pt")
                     self.mark = self.step, self.tokens, time.perf_counter()
-                if stop:
-                    self.draw_curves()
-                    self.say(f"stopped after step {self.step}, saved; go on with: python train.py {self.name} "
-                             f"--out_dir={self.out} --resume")
-                    sys.exit(128 + (self.asked or signal.SIGTERM))
+                    stop = self.asked_to_stop()  # during the evaluation
+                self.say(line)  # last, since nobody may be there to read it
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
         self.draw_curves()
+        if stop or self.asked:
+            data_dir = f" --data_dir={o.data_dir}" * (o.data_dir != Options.data_dir)
+            self.say(f"stopped after step {self.step}, saved; go on with: python train.py {self.name} "
+                     f"--out_dir={self.out}{data_dir} --resume")
+            sys.exit(128 + (self.asked or signal.SIGTERM))
 
     def ask(self, number):
-        if self.asked:
-            raise KeyboardInterrupt  # the second time: at once
-        self.asked = number
-        self.say(" stopping: saving first (again: at once, keeping the last checkpoint)")
+        """Stop after this step, since the signal `number` asks for it; the second time at once, with nothing saved."""
+        if self.asked and not self.speaking:
+            raise KeyboardInterrupt
+        self.asked = self.asked or number
+        if self.speaking:  # perhaps into a pipe that nobody empties: give that line up
+            raise BlockingIOError
+        if sys.stdout.isatty():
+            self.say(" stopping: saving first (again: at once, keeping the last checkpoint)")
+
+    def asked_to_stop(self):
+        """Whether any of the processes was."""
+        return self.mean(torch.tensor(float(self.asked))) > 0  # on the CPU: nothing waits for the device
 
     def to_device(self, batch):
         """This process's rows of a batch (idx, targets)."""
@@ -1211,11 +1327,11 @@ class Run:
         return float(value)
 
     def log(self, evaluate):
-        """A row of log.csv and a line on the screen; UserError if a loss or a gradient was not finite."""
+        """Write a row of log.csv; return it as a line. UserError if a loss or a gradient was not finite."""
         if self.bad_step:
             advice = "try a lower --lr" if self.bad_step > 1 else "no update was made before, so it is not --lr"
-            raise UserError(f"the loss or its gradient was not finite at step {int(self.bad_step)}: {advice}; "
-                            f"{self.out} keeps its last good checkpoint")
+            kept = f"; {self.out} keeps its last good checkpoint" * (self.out / "ckpt.pt").exists()
+            raise UserError(f"the loss or its gradient was not finite at step {int(self.bad_step)}: {advice}{kept}")
         row, line = {"step": self.step, "tokens": self.tokens}, f"step {self.step:>6}/{self.max_steps}"
         if self.step > self.mark[0]:
             row |= {"train_loss": self.mean(self.loss), **{name: self.mean(v) for name, v in self.metrics.items()}}
@@ -1230,7 +1346,6 @@ class Run:
             row |= self.evaluate()
             line += f"  val {row['val_loss']:.4f}" + "".join(
                 f"  {k} {row[k]:.4g}" for k in self.show if k in row and k.startswith("val_"))
-        self.say(line)
         self.rows.append(row)
         if self.first:
             write_csv(self.out / "log.csv", self.rows)
@@ -1238,10 +1353,12 @@ class Run:
                 self.best = row["val_loss"]
                 self.save("best.pt")
         self.mark = self.step, self.tokens, time.perf_counter()
+        return line
 
     def save(self, name):
         """best.pt: weights, config, tokenizer. ckpt.pt: also all that --resume needs to go on bit for bit."""
-        state = self.record | {"config": vars(self.config), "tokenizer": self.data.tokenizer.spec, "step": self.step,
+        state = self.record | {"given": self.record["config"], "config": vars(self.config), "step": self.step,
+                               "tokenizer": self.data.tokenizer.spec, "text": getattr(self.data, "digest", None),
                                "max_steps": self.max_steps, "best": self.best, "weights": self.model.state_dict()}
         if name == "ckpt.pt":
             rng = [torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None]
@@ -1251,15 +1368,20 @@ class Run:
             state |= {"optimizers": [o.state_dict() for o in self.optimizers], "tokens": self.tokens, "rng": every_rng}
         if self.first:
             with whole_file(self.out / name) as f:
-                torch.save(state, f)
+                try:
+                    torch.save(state, f)
+                except RuntimeError as error:  # torch's own, which hides the disk's
+                    reason = error.__context__ or str(error).splitlines()[0]
+                    raise OSError(f"{self.out / name} cannot be written: {reason}") from None
 
     def load(self):
         """Go on from ckpt.pt: everything that `save` put there, and the rows of log.csv up to its step."""
         ckpt = load_checkpoint(self.out, self.name)
         with restoring(f"{self.out}/ckpt.pt does not fit {self.name}.py and these options; resume it as it was, or "
                        f"choose another --out_dir"):
-            there = ckpt["config"] | {"optimizer": ckpt["options"]["optimizer"]}
-            here = vars(self.config) | {"optimizer": self.options.optimizer}
+            text = getattr(self.data, "digest", None)
+            there = ckpt["config"] | {"optimizer": ckpt["options"]["optimizer"], "text": ckpt.get("text", text)}
+            here = vars(self.config) | {"optimizer": self.options.optimizer, "text": text}
             changed = [f"{k}: {there.get(k)} there, {v} here" for k, v in here.items() if there.get(k) != v]
             if changed or ckpt["tokenizer"] != self.data.tokenizer.spec:
                 raise ValueError("; ".join(changed) or "another tokenizer")
@@ -1273,12 +1395,25 @@ class Run:
                     raise ValueError("the optimizer's state is of another model")
             check_value("tokens", ckpt["tokens"], Seed)
             self.step, self.tokens, self.best = ckpt["step"], ckpt["tokens"], ckpt["best"]
-            if len(ckpt["rng"]) == self.world:
-                cpu, cuda = ckpt["rng"][self.rank]
+            for cpu, cuda in ckpt["rng"][self.rank:self.rank + 1]:
                 torch.set_rng_state(cpu)
                 if cuda is not None and self.device.type == "cuda":
                     torch.cuda.set_rng_state(cuda, self.device)
-        self.rows = [r for r in read_csv(self.out / "log.csv") if r["step"] <= self.step]
+            if len(ckpt["rng"]) != self.world:
+                self.say(f"warning: {len(ckpt['rng'])} processes there, {self.world} here: random numbers, as dropout's, "
+                         f"go on otherwise than they would have")
+            was, now = ckpt["optimizers"][0]["param_groups"][0]["lr"], schedule(self.options, self.step, self.max_steps)
+            if was != now * self.options.lr:
+                self.say(f"warning: the learning rate of step {self.step} was {was:.2g} there and is "
+                         f"{now * self.options.lr:.2g} here: it goes on from that")
+        log = self.out / "log.csv"
+        rows = [row for row in read_csv(log) if "step" in row and not any(isinstance(v, str) for v in row.values())]
+        self.rows = [row for row in rows if row["step"] <= self.step]
+        if not self.rows or self.rows[-1]["step"] != self.step:
+            self.rows = []
+            if self.first and log.exists():
+                os.replace(log, log.with_name("log.csv.old"))
+                self.say(f"warning: {log} is damaged: kept as log.csv.old, and a new one begins")
         self.say(f"resuming after step {self.step}")
 
     def draw_curves(self):
@@ -1329,8 +1464,8 @@ def read_csv(path):
             return text
     if not path.exists():
         return []
-    with open(path, newline="", encoding="utf-8") as f:
-        return [{k: value(v) for k, v in row.items() if v != ""} for row in csv.DictReader(f)]
+    text = path.read_text(encoding="utf-8-sig", errors="replace").replace("\0", "")  # a spreadsheet may have saved it
+    return [{k: value(v) for k, v in row.items() if k and v} for row in csv.DictReader(io.StringIO(text))]
 
 
 def peak_memory(device):
@@ -1563,19 +1698,23 @@ def evaluate(path, e, tokenizer, block_size, settings):
 # ---------------------------------------------------------------------------------------------------------------------
 # Starting a run, or a sweep of them.
 
-def read_config(out):
-    """The config.json of a run directory, or None where there is none."""
+def read_config(out, name):
+    """What config.json of a run directory holds or, where that is gone or damaged, what its checkpoint does. None where
+    there is neither."""
     path = out / "config.json"
-    if not path.exists():
-        return None
-    try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        saved = {name: saved[name] for name in ("model", "preset", "config", "options")}
-        for name, value in saved.items():
-            check_value(name, value, CHECKPOINT[name])
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        saved = json.loads(path.read_text(encoding="utf-8-sig"))
+        saved = {key: saved[key] for key in ("model", "preset", "config", "options")}
+        for key, value in saved.items():
+            check_value(key, value, CHECKPOINT[key])
         return saved
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise UserError(f"{path} is damaged: add --overwrite to start again, or choose another --out_dir") from None
+    if (out / "ckpt.pt").exists():
+        ckpt = load_checkpoint(out, name)
+        check_value("given", given := ckpt.get("given", ckpt["config"]), dict)
+        return {"model": name, "preset": ckpt["preset"], "config": given, "options": ckpt["options"]}
+    if path.exists():
+        raise UserError(f"{path} is damaged, and there is no checkpoint to take its place: add --overwrite to start again, "
+                        f"or choose another --out_dir")
 
 
 def launch(name, module, preset, given):
@@ -1585,30 +1724,34 @@ def launch(name, module, preset, given):
     values, resume, overwrite = module.PRESETS[preset or default], given.get("resume"), given.get("overwrite")
     if resume and overwrite:
         raise UserError("--resume and --overwrite: choose one")
-    saved = None if overwrite else read_config(out)
-    if saved and not resume:
-        raise UserError(f"{out} already holds a run: add --resume to go on with it, --overwrite to start again, or choose "
-                        f"another --out_dir")
-    if resume and not saved:
-        raise UserError(f"{out} holds no run to resume: there is no config.json")
-    if saved:
-        if saved["model"] != name or preset not in (None, saved["preset"]):
-            raise UserError(f"{out} holds a run of {saved['model']}-{saved['preset']}, not of {name}-{preset or default}")
-        preset, values = saved["preset"], saved["config"] | saved["options"] | {"overwrite": False}
-    fields = split_fields(values | given | {"out_dir": str(out)}, module.Config, Options)
-    config, options = module.Config(**fields[0]), Options(**fields[1])
-    out.mkdir(parents=True, exist_ok=True)
-    run = Run(name, preset or default, config, options, module.SHOW)
-    try:
-        module.train_model(run)
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        if run.model is None or options.batch_size == run.world:
-            advice = "the model is too large for it: lower --n_embd, --n_layer, --vocab_size or --block_size"
-        else:
-            advice = "halve --batch_size and double --grad_accum, which trains the same"
-        raise UserError(f"out of memory: {advice}") from None
+    if not resume:
+        out.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        if os.environ.get("RANK", "0") == "0":
+            stack.enter_context(locked(out / "run.lock", *RUN_FILES, wait=False))
+        if resume:
+            saved = read_config(out, name)
+            if not saved:
+                raise UserError(f"{out} holds no run to resume: there is neither config.json nor ckpt.pt")
+            if saved["model"] != name or preset not in (None, saved["preset"]):
+                raise UserError(f"{out} holds a run of {saved['model']}-{saved['preset']}, not of {name}-{preset or default}")
+            preset = saved["preset"]  # but not its data_dir, which may be of another machine, or somebody else's
+            values = saved["config"] | saved["options"] | {"overwrite": False, "data_dir": Options.data_dir}
+        elif not overwrite and (found := [name for name in RUN_FILES if (out / name).exists()]):
+            raise UserError(f"{out} already holds a run ({found[0]}): add --resume to go on with it, --overwrite to "
+                            f"start again, or choose another --out_dir")
+        fields = split_fields(values | given | {"out_dir": str(out)}, module.Config, Options)
+        run = Run(name, preset or default, module.Config(**fields[0]), Options(**fields[1]), module.SHOW)
+        try:
+            module.train_model(run)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            if run.model is None or run.options.batch_size == run.world:
+                advice = "the model is too large for it: lower --n_embd, --n_layer, --vocab_size or --block_size"
+            else:
+                advice = "halve --batch_size and double --grad_accum, which trains the same"
+            raise UserError(f"out of memory: {advice}") from None
 
 
 def sweep(name, module, preset, given, sweep_name, seeds):
@@ -1618,10 +1761,14 @@ def sweep(name, module, preset, given, sweep_name, seeds):
     first, runs = os.environ.get("RANK", "0") == "0", {}
     conditions, report = module.SWEEPS[sweep_name]
     defaults = vars(module.Config()) | vars(Options()) | module.PRESETS[preset]
+    for condition, fields in conditions.items():
+        for k in fields.keys() & given:
+            if given[k] != fields[k]:
+                raise UserError(f"--{k}={given[k]}: the sweep sets --{k}={fields[k]} itself, in {condition}")
     for (condition, fields), seed in itertools.product(conditions.items(), seeds):
         path = runs[condition, seed] = out / f"{condition}-seed{seed}"
         values = defaults | given | fields | {"seed": seed}
-        saved = None if given.get("overwrite") else read_config(path)
+        saved = None if given.get("overwrite") else read_config(path, name)
         for k, was in (saved["config"] | saved["options"]).items() if saved else ():
             if values.get(k, was) != was and k not in ("resume", "overwrite", "out_dir", "data_dir"):
                 raise UserError(f"{path} was trained with --{k}={was}: choose another --out_dir for --{k}={values[k]}")
@@ -1672,9 +1819,16 @@ def out_of_memory(error):
 
 def command_line(function):
     """Call function(arguments); a UserError becomes one line and exit status 1."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed
+            setattr(sys, name, open(os.devnull, "w"))
     sys.stdout.reconfigure(errors="replace")  # a console or file that cannot show every character
     try:
         function(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads on, as behind `| head`
+        mute()
+        sys.exit(128 + SIGPIPE)
     except (UserError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

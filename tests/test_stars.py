@@ -426,7 +426,7 @@ def test_a_model_of_text_is_asked_no_sums_and_judged_by_its_tokens(tmp_path, cap
                 f"--out_dir={tmp_path}/run"])
     with pytest.raises(train.UserError, match="needs a model that was trained on sums"):
         stars.main([f"{tmp_path}/run", "--ask=1750+4733"])
-    stars.main([f"{tmp_path}/run", "--loops=1,2"])
+    stars.main([f"{tmp_path}/run", "--loops=1,2", f"--data_dir={tmp_path}/data"])
     assert "right tokens" in capsys.readouterr().out
 
 

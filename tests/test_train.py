@@ -118,7 +118,7 @@ def test_too_large_a_batch_names_the_knob(tmp_path, data_dir):
 
 def test_a_run_leaves_its_files_and_a_log_with_the_promised_columns(command):
     out = command("--norm_penalty=0.01")
-    assert {p.name for p in out.iterdir()} == {"config.json", "log.csv", "ckpt.pt", "best.pt", "curves.png"}
+    assert {p.name for p in out.iterdir()} == {"config.json", "log.csv", "ckpt.pt", "best.pt", "curves.png", "run.lock"}
     rows = train.read_csv(out / "log.csv")
     assert [r["step"] for r in rows] == list(range(9))
     assert list(rows[3])[:7] == ["step", "tokens", "train_loss", "val_loss", "lr", "tokens_per_sec", "mfu"]
@@ -144,31 +144,38 @@ def test_a_directory_that_holds_a_run_is_not_overwritten_by_accident(command, ca
 # Checkpoints
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_resuming_is_bit_for_bit_and_needs_only_the_directory(command, tmp_path, optimizer):
+def test_resuming_is_bit_for_bit_and_needs_only_the_directory(command, tmp_path, data_dir, optimizer):
     whole = command(f"--optimizer={optimizer}", "--schedule=cosine", "--grad_accum=2", out="whole")
     interrupt_after(5, command, f"--optimizer={optimizer}", "--schedule=cosine", "--grad_accum=2", out="stopped")
     assert train.load_checkpoint(tmp_path / "stopped", "looped_gpt")["step"] == 5
-    train.main(["looped_gpt", f"--out_dir={tmp_path / 'stopped'}", "--resume", "--log_interval=1"])
+    train.main(["looped_gpt", f"--out_dir={tmp_path / 'stopped'}", f"--data_dir={data_dir}", "--resume"])
     assert_same_weights(weights(whole), weights(tmp_path / "stopped"))
     assert losses(whole) == losses(tmp_path / "stopped")
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_again(command, tmp_path):
+def test_a_run_killed_before_its_first_checkpoint_starts_again(command, tmp_path, data_dir):
     whole = command(out="whole")
     before = weights(whole)
     for name in ("ckpt.pt", "best.pt", "log.csv"):
         (whole / name).unlink()
-    train.main(["looped_gpt", f"--out_dir={whole}", "--resume"])
+    train.main(["looped_gpt", f"--out_dir={whole}", f"--data_dir={data_dir}", "--resume"])
     assert_same_weights(before, weights(whole))
 
 
-def test_a_damaged_config_is_one_line_that_names_it(command, capsys, tmp_path):
-    out = command("--max_steps=1")
-    for text in ("", '{"model": "looped_gpt", "pre', "[]", "{}"):
-        (out / "config.json").write_text(text)
-        for argv in ([], ["--resume"]):
-            error = error_of(capsys, "looped_gpt", f"--out_dir={out}", *argv)
-            assert f"{out}/config.json is damaged: add --overwrite" in error
+def test_a_damaged_or_lost_config_is_taken_from_the_checkpoint_or_is_one_line(command, capsys, tmp_path, data_dir):
+    whole, out = command(out="whole"), command("--max_steps=4")
+    before = (out / "config.json").read_text()
+    for text in (None, "", '{"model": "looped_gpt", "pre', "[]", "{}"):
+        (out / "config.json").unlink() if text is None else (out / "config.json").write_text(text)
+        assert "already holds a run" in error_of(capsys, "looped_gpt", f"--out_dir={out}")
+        train.main(["looped_gpt", f"--out_dir={out}", f"--data_dir={data_dir}", "--resume"])  # it is finished
+    train.main(["looped_gpt", f"--out_dir={out}", f"--data_dir={data_dir}", "--resume", "--max_steps=8"])
+    assert_same_weights(weights(whole), weights(out))
+    assert json.loads((out / "config.json").read_text())["config"] == json.loads(before)["config"]
+    (out / "ckpt.pt").unlink()
+    (out / "config.json").write_text("{}")
+    error = error_of(capsys, "looped_gpt", f"--out_dir={out}", "--resume")
+    assert f"{out}/config.json is damaged, and there is no checkpoint to take its place: add --overwrite" in error
     command("--overwrite", "--max_steps=1")
     assert json.loads((out / "config.json").read_text())["model"] == "looped_gpt"
 
@@ -202,9 +209,9 @@ def interrupt_after(step, command, *arguments, out):
         assert exit.value.code == 130
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(command, capsys, tmp_path):
+def test_ctrl_c_saves_and_says_how_to_go_on(command, capsys, tmp_path, data_dir):
     interrupt_after(2, command, out="run")
-    assert f"--out_dir={tmp_path}/run --resume" in capsys.readouterr().out
+    assert f"--out_dir={tmp_path}/run --data_dir={data_dir} --resume" in capsys.readouterr().out
 
 
 def test_killed_anywhere_a_run_resumes_to_the_same_weights(tmp_path, data_dir):
@@ -232,7 +239,7 @@ def test_killed_anywhere_a_run_resumes_to_the_same_weights(tmp_path, data_dir):
     assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
 
 
-def test_damaged_foreign_and_pickled_checkpoints_are_refused(command, capsys, tmp_path):
+def test_damaged_foreign_and_pickled_checkpoints_are_refused(command, capsys, tmp_path, data_dir):
     out = command()
     good = (out / "ckpt.pt").read_bytes()
 
@@ -248,13 +255,13 @@ def test_damaged_foreign_and_pickled_checkpoints_are_refused(command, capsys, tm
         lambda p: torch.save(torch.load(io.BytesIO(good), weights_only=True) | {"weights": {}}, p))
     (out / "ckpt.pt").write_bytes((out / "best.pt").read_bytes())  # has no optimiser
     before = (out / "config.json").read_text()
-    assert "does not fit" in error_of(capsys, "looped_gpt", f"--out_dir={out}", "--resume", "--max_steps=9")
+    assert "does not fit" in error_of(capsys, "looped_gpt", f"--out_dir={out}", f"--data_dir={data_dir}", "--resume", "--max_steps=9")
     (out / "ckpt.pt").write_bytes(good)
-    error = error_of(capsys, "looped_gpt", f"--out_dir={out}", "--resume", "--optimizer=muon")
+    error = error_of(capsys, "looped_gpt", f"--out_dir={out}", f"--data_dir={data_dir}", "--resume", "--optimizer=muon")
     assert "optimizer: adamw there, muon here" in error
-    error = error_of(capsys, "looped_gpt", f"--out_dir={out}", "--resume", "--max_steps=5")
+    error = error_of(capsys, "looped_gpt", f"--out_dir={out}", f"--data_dir={data_dir}", "--resume", "--max_steps=5")
     assert "step 8 there, --max_steps=5 here" in error
-    train.main(["looped_gpt", f"--out_dir={out}", "--resume", "--lr=1"])  # nothing is left to train at that rate
+    train.main(["looped_gpt", f"--out_dir={out}", f"--data_dir={data_dir}", "--resume", "--lr=1"])  # nothing is left to train at that rate
     assert (out / "config.json").read_text() == before
     assert "no such checkpoint" in error_of(capsys, tmp_path / "nowhere", main=looped_gpt.main)
     (out / "ckpt.pt").unlink()
@@ -361,14 +368,17 @@ def test_generating_from_a_run(command, capsys):
     for argument, message in (("--prompt=\u2603", "not in the vocabulary: '\u2603'"), ("--prompt=", "--prompt is empty"),
                               ("--loops=0", "--loops=0: expected a whole number from 1 to 10,000"),
                               ("--loop=2", "did you mean --loops")):
-        assert message in error_of(capsys, out, argument, main=looped_gpt.main)
+        assert message in error_of(capsys, out, "--prompt=The ", argument, main=looped_gpt.main)
+    for argument in ("--loops=2", "--temperature=0"):
+        assert "goes with --eval or --prompt" in error_of(capsys, out, argument, main=looped_gpt.main)
+    assert "--limit has no effect here: it goes with --eval" in error_of(capsys, out, "--limit=2", main=looped_gpt.main)
 
 
-def test_diagnosing_a_run_prints_every_diagnostic_and_draws_them(command, capsys):
+def test_diagnosing_a_run_prints_every_diagnostic_and_draws_them(command, capsys, data_dir):
     out = command("--readout=raw", "--num_loops=1", out="one loop")
-    looped_gpt.main([str(out)])
+    looped_gpt.main([str(out), f"--data_dir={data_dir}"])
     out = command("--readout=raw", "--eval_batches=2")
-    looped_gpt.main([str(out)])
+    looped_gpt.main([str(out), f"--data_dir={data_dir}"])
     text = capsys.readouterr().out
     for part in ("radial gradient fraction", "angular step * s", "p99", "freeze_loop1", "remove_radial", "tokens/s",
                  "halting"):
@@ -638,7 +648,7 @@ def test_downloads_are_whole_or_not_there(server, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="ended after 2,500 of 3,000 bytes"):
         train.download(path, f"{server}/text")
     monkeypatch.setattr(Server, "cut", 0)
-    assert not list(tmp_path.iterdir())
+    assert [p.name for p in tmp_path.iterdir()] == ["data.lock"]
     train.download(path, f"{server}/text", 3000, sha)
     assert path.read_bytes() == b"abc" * 1000
     with pytest.raises(UserError, match="another SHA-256 .* delete it"):
