@@ -79,14 +79,15 @@ def spoil(good, tmp_path, capsys):
         saved = torch.load(path, weights_only=True) if file == "ckpt.pt" else json.loads(path.read_text())
         change(saved)
         torch.save(saved, path) if file == "ckpt.pt" else path.write_text(json.dumps(saved))
-        return error_of(capsys, *(word.replace("RUN", str(tmp_path)) for word in argv), main=main)
+        argv = [word.replace("RUN", str(tmp_path)) for word in argv]
+        return error_of(capsys, *argv, f"--data_dir={good.parent}/data", main=main)
     return error
 
 
 @pytest.mark.parametrize("part, field, value, message", [
     ("options", "schedule", "bogus", "--schedule=bogus: expected one of constant, cosine, wsd"),
     ("options", "seed", "1", "--seed=1: expected a whole number"),
-    ("options", "data_dir", "a\0b", "expected text in UTF-8"),
+    ("options", "dataset", "a\0b", "expected text in UTF-8"),
     ("config", "n_layer", "2", "--n_layer=2: expected a whole number"), ("config", "num_loops", 2.5, "--num_loops=2.5"),
     ("config", "inter_loop_norm", "no", "--inter_loop_norm=no: expected a value of type bool"),
 ])
@@ -95,8 +96,13 @@ def test_values_of_a_config_file_are_checked_like_the_command_lines(spoil, part,
 
 
 @pytest.mark.parametrize("key", ["model", "preset", "config", "options"])
-def test_a_config_file_of_other_types_is_damaged(spoil, key):
-    assert "config.json is damaged" in spoil(lambda saved: saved.update({key: []}), "config.json")
+def test_a_config_file_of_other_types_is_damaged(good, tmp_path, key):
+    saved = json.loads((good / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(saved | {key: []}))
+    with pytest.raises(train.UserError, match="config.json is damaged"):
+        train.read_config(tmp_path, "looped_gpt")
+    (tmp_path / "ckpt.pt").write_bytes((good / "ckpt.pt").read_bytes())
+    assert train.read_config(tmp_path, "looped_gpt") == {k: saved[k] for k in ("model", "preset", "config", "options")}
 
 
 GENERATE = dict(main=looped_gpt.main, argv=["RUN", "--prompt=The ", "--max_new_tokens=3"])
