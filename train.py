@@ -2,7 +2,6 @@
 
     python train.py MODEL [--preset=NAME] [--field=value ...]        # MODEL: looped_gpt, stars, fullbandwidth
     python train.py MODEL --resume                                   # go on where it stopped
-    python train.py MODEL --sweep=NAME [--seeds=42,101,202]          # several runs, one table, one figure
     torchrun --nproc_per_node=4 train.py MODEL ...                   # data-parallel
     python train.py MODEL --help                                     # every field, its default and its meaning
 
@@ -1754,12 +1753,11 @@ def launch(name, module, preset, given):
             raise UserError(f"out of memory: {advice}") from None
 
 
-def sweep(name, module, preset, given, sweep_name, seeds):
-    """Train every condition of a sweep with every seed, resuming what is there; then the script's own report."""
-    preset = preset or next(iter(module.PRESETS))
+def sweep(module, preset, given, sweep_name, conditions, report, seeds):
+    """Train every condition {name: fields} with every seed, resuming what is there; then report({(name, seed): run}, out)."""
+    name, preset = module.__name__, preset or next(iter(module.PRESETS))
     out = Path(given.get("out_dir") or f"out/{name}-{preset}-{sweep_name}")
     first, runs = os.environ.get("RANK", "0") == "0", {}
-    conditions, report = module.SWEEPS[sweep_name]
     defaults = vars(module.Config()) | vars(Options()) | module.PRESETS[preset]
     for condition, fields in conditions.items():
         for k in fields.keys() & given:
@@ -1786,8 +1784,17 @@ def seed_list(text):
     return seeds
 
 
+def training_parser(usage, module):
+    """A Parser for --preset and for every field of a script's Config and of Options."""
+    presets = [f"  {name}: {' '.join(f'--{k}={v}' for k, v in fields.items())}" for name, fields in module.PRESETS.items()]
+    epilog = "\n".join(["presets, the first by default, and what they set:", *presets]).replace("%", "%%")
+    parser = Parser(usage, module.Config, Options, epilog=epilog)
+    parser.add_argument("--preset", choices=module.PRESETS)
+    return parser
+
+
 def main(argv):
-    usage = "python train.py MODEL [--preset=NAME | --sweep=NAME [--seeds=A,B,...]] [--field=value ...]"
+    usage = "python train.py MODEL [--preset=NAME] [--field=value ...]"
     if not argv or argv[0] in ("-h", "--help"):
         return Parser(f"{usage}\nMODEL is one of {', '.join(MODELS)}; python train.py MODEL --help adds its own fields.",
                       Options).print_help()
@@ -1795,20 +1802,28 @@ def main(argv):
     if name not in MODELS:
         raise UserError(f"{name!r}: no such model; {nearest(name, MODELS)}")
     module = importlib.import_module(name)
-    presets = [f"  {name}: {' '.join(f'--{k}={v}' for k, v in fields.items())}" for name, fields in module.PRESETS.items()]
-    parser = Parser(usage, module.Config, Options,
-                    epilog="\n".join(["presets, the first by default, and what they set:", *presets]).replace("%", "%%"))
-    parser.add_argument("--preset", choices=module.PRESETS)
-    parser.add_argument("--sweep", choices=module.SWEEPS)
-    parser.add_argument("--seeds", type=seed_list, help="of a sweep, as in 42,101,202 [the one of --seed]")
-    given = parser.parse(argv)
-    preset, sweep_name, seeds = (given.pop(k) for k in ("preset", "sweep", "seeds"))
-    if seeds and not sweep_name:
-        raise UserError("--seeds belongs to a sweep: add --sweep=NAME, or choose one --seed")
-    if sweep_name:
-        sweep(name, module, preset, given, sweep_name, seeds or [given.get("seed", Options.seed)])
-    else:
-        launch(name, module, preset, given)
+    given = training_parser(usage, module).parse(argv)
+    launch(name, module, given.pop("preset"), given)
+
+
+def experiment(argv, module, sweeps, report):
+    """The command line of an experiment: train and tabulate one of its sweeps {name: (conditions, report on all of them)},
+    or report(path) on one trained run of the script `module`."""
+    usage = (f"python experiments/NAME.py SWEEP [--preset=NAME] [--seeds=A,B,...] [--field=value ...]\n"
+             f"       python experiments/NAME.py RUN\nSWEEP is one of {', '.join(sweeps)}; RUN is a run of {module.__name__}")
+    parser = training_parser(usage, module)
+    parser.add_argument("--seeds", type=seed_list, help="as in 42,101,202 [the one of --seed]")
+    parser.add_argument("what", metavar="SWEEP|RUN")
+    given = parser.parse(argv or ["--help"])
+    preset, seeds, what = (given.pop(k) for k in ("preset", "seeds", "what"))
+    if what in sweeps:
+        seeds = seeds or [given.get("seed", Options.seed)]
+        return sweep(module, preset, given, what, *sweeps[what], seeds)
+    if not Path(what).exists():
+        raise UserError(f"{what}: neither a sweep nor a run; {nearest(what, list(sweeps))}")
+    if given or preset or seeds:
+        raise UserError(f"{what} is a run: its options are its own")
+    report(Path(what))
 
 
 def out_of_memory(error):
