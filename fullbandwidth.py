@@ -406,6 +406,26 @@ class FullBandwidthGPT(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The task
+
+class RunningSumData:
+    """Random bits; the target at every position is the sum of the bits so far, modulo config.modulus (0110 -> 0122 for
+    3). Rows of block_size bits, made on the fly; the validation split's are the same at every seed."""
+
+    def __init__(self, options, config):
+        self.options, self.T, self.vocab_size = options, config.block_size, config.modulus
+        self.tokenizer = train.Tokenizer("char", [chr(ord("0") + i) for i in range(self.vocab_size)])
+        self.steps_per_epoch = max(1, 2 ** min(self.T, 20) // options.step_rows)
+
+    def batch(self, split, i):
+        bits = torch.from_numpy(train.stream(self.options, split, i).integers(0, 2, (self.options.step_rows, self.T)))
+        return bits, bits.cumsum(1) % self.vocab_size
+
+
+DATA = {"running-sum": RunningSumData, "statetrack": train.StateTrackData}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Training. train.py's Run does the rest: devices, data, optimiser, schedule, evaluation, log, checkpoints.
 
 def sample_passes(config, seed, step, max_steps):
@@ -641,7 +661,7 @@ def running_sum(run):
     """Share of right sums on the trained length T and on the T positions behind it, which no window has reached."""
     model, options, *_ = load_run(run)
     T, device = model.config.block_size, model.wte.weight.device
-    data = train.RunningSumData(options, replace(model.config, block_size=2 * T))
+    data = RunningSumData(options, replace(model.config, block_size=2 * T))
     idx, targets = (x.to(device) for x in data.batch("val", 0))
     states = [*model.passes(idx, 3), model.recurrent(idx)] if model.W_U is not None else model.passes(idx, 1)
     right = torch.stack([model.readout(h).argmax(-1) == targets for h in states]).double()

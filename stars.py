@@ -379,6 +379,58 @@ def sample_loops(config, rng, n=1):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The task
+
+class AdditionData:
+    """Sums made on the fly, `1750+4733= 3846§`: two numbers of `digits` digits, the answer reversed (so that carries run
+    forwards) unless the config's reversed_answers is False, an end mark, padding. Targets are -1 where there is no loss:
+    before the answer and after its end.
+
+    A pair is held out if a hash of it, the same for a + b and b + a, falls into one bucket of 32: no training batch draws
+    such a pair, and the validation split draws no other, the same ones at every seed.
+    """
+    vocab = [*"0123456789+= §_"]
+
+    def __init__(self, options, config):
+        self.options, self.digits, self.T = options, config.digits, 3 * config.digits + 4
+        self.reversed_answers = getattr(config, "reversed_answers", True)
+        self.tokenizer = train.Tokenizer("char", self.vocab)
+        self.vocab_size = self.tokenizer.vocab_size
+        self.steps_per_epoch = max(1, (9 * 10 ** (self.digits - 1)) ** 2 // options.step_rows)
+
+    @staticmethod
+    def held_out(a, b):
+        """Whether each pair of operands belongs to the validation split."""
+        low, high = np.minimum(a, b).astype(np.uint64), np.maximum(a, b).astype(np.uint64)
+        mixed = (low * np.uint64(0x9E3779B97F4A7C15) + high) * np.uint64(0xD1B54A32D192ED03)  # modulo 2^64
+        return mixed >> np.uint64(59) == 0
+
+    def operands(self, split, i, n):
+        """n pairs of operands, (2, n), of batch i of a split."""
+        rng = train.stream(self.options, split, i)
+        a, b = drawn = rng.integers(10 ** (self.digits - 1), 10 ** self.digits, (2, n))
+        while (wrong := self.held_out(a, b) == (split == "train")).any():
+            drawn[:, wrong] = rng.integers(10 ** (self.digits - 1), 10 ** self.digits, (2, wrong.sum()))
+        return drawn
+
+    def encode(self, a, b):
+        """The sums as (idx, targets), each (n, T) int64."""
+        order = slice(None, None, -1) if self.reversed_answers else slice(None)
+        texts = (f"{x}+{y}= {str(x + y)[order]}§".ljust(self.T + 1, "_") for x, y in zip(a.tolist(), b.tolist()))
+        ids = "".join(texts).translate({ord(c): i for c, i in self.tokenizer.ids.items()}).encode()  # each below 15: a byte
+        rows = torch.from_numpy(np.frombuffer(ids, np.uint8).astype(np.int64)).view(len(a), -1)
+        targets = rows[:, 1:].masked_fill(rows[:, 1:] == self.tokenizer.ids["_"], -1)
+        targets[:, :2 * self.digits + 1] = -1
+        return rows[:, :-1], targets
+
+    def batch(self, split, i):
+        return self.encode(*self.operands(split, i, self.options.step_rows))
+
+
+DATA = {"addition": AdditionData}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Training. train.py's Run does the rest: devices, data, optimiser, schedule, evaluation, log, checkpoints.
 
 def train_model(run):
@@ -509,7 +561,7 @@ def exact_match(model, idx, targets, num_loops):
 
 def held_out_sums(model, options, n):
     """n held-out sums as (idx, targets), each (n, T), the same at every call, on the model's device."""
-    data = train.AdditionData(options, model.config)
+    data = AdditionData(options, model.config)
     return [t.to(model.wte.weight.device) for t in data.encode(*data.operands("val", 0, n))]
 
 

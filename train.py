@@ -289,8 +289,8 @@ def find_source(dataset, data_dir):
         download(path, *DOWNLOADS[dataset])
         return path
     if not Path(dataset).is_file():
-        known = ("python-docs", *DOWNLOADS, "addition", "running-sum", "statetrack")
-        raise UserError(f"--dataset={dataset}: no such data set or file; {nearest(dataset, known)}")
+        known = ", ".join(("python-docs", *DOWNLOADS))
+        raise UserError(f"--dataset={dataset}: no such file, nor a data set ({known}), nor a task of this model")
     return Path(dataset)
 
 
@@ -624,66 +624,6 @@ class TextData:
         return rows[:, :-1], rows[:, 1:]
 
 
-class AdditionData:
-    """Sums made on the fly, `1750+4733= 3846§`: two numbers of `digits` digits, the answer reversed (so that carries run
-    forwards) unless the config's reversed_answers is False, an end mark, padding. Targets are -1 where there is no loss:
-    before the answer and after its end.
-
-    A pair is held out if a hash of it, the same for a + b and b + a, falls into one bucket of 32: no training batch draws
-    such a pair, and the validation split draws no other, the same ones at every seed.
-    """
-    vocab = [*"0123456789+= §_"]
-
-    def __init__(self, options, config):
-        self.options, self.digits, self.T = options, config.digits, 3 * config.digits + 4
-        self.reversed_answers = getattr(config, "reversed_answers", True)
-        self.tokenizer = Tokenizer("char", self.vocab)
-        self.vocab_size = self.tokenizer.vocab_size
-        self.steps_per_epoch = max(1, (9 * 10 ** (self.digits - 1)) ** 2 // options.step_rows)
-
-    @staticmethod
-    def held_out(a, b):
-        """Whether each pair of operands belongs to the validation split."""
-        low, high = np.minimum(a, b).astype(np.uint64), np.maximum(a, b).astype(np.uint64)
-        mixed = (low * np.uint64(0x9E3779B97F4A7C15) + high) * np.uint64(0xD1B54A32D192ED03)  # modulo 2^64
-        return mixed >> np.uint64(59) == 0
-
-    def operands(self, split, i, n):
-        """n pairs of operands, (2, n), of batch i of a split."""
-        rng = stream(self.options, split, i)
-        a, b = drawn = rng.integers(10 ** (self.digits - 1), 10 ** self.digits, (2, n))
-        while (wrong := self.held_out(a, b) == (split == "train")).any():
-            drawn[:, wrong] = rng.integers(10 ** (self.digits - 1), 10 ** self.digits, (2, wrong.sum()))
-        return drawn
-
-    def encode(self, a, b):
-        """The sums as (idx, targets), each (n, T) int64."""
-        order = slice(None, None, -1) if self.reversed_answers else slice(None)
-        texts = (f"{x}+{y}= {str(x + y)[order]}§".ljust(self.T + 1, "_") for x, y in zip(a.tolist(), b.tolist()))
-        ids = "".join(texts).translate({ord(c): i for c, i in self.tokenizer.ids.items()}).encode()  # each below 15: a byte
-        rows = torch.from_numpy(np.frombuffer(ids, np.uint8).astype(np.int64)).view(len(a), -1)
-        targets = rows[:, 1:].masked_fill(rows[:, 1:] == self.tokenizer.ids["_"], -1)
-        targets[:, :2 * self.digits + 1] = -1
-        return rows[:, :-1], targets
-
-    def batch(self, split, i):
-        return self.encode(*self.operands(split, i, self.options.step_rows))
-
-
-class RunningSumData:
-    """Random bits; the target at every position is the sum of the bits so far, modulo config.modulus (0110 -> 0122 for
-    3). Rows of block_size bits, made on the fly; the validation split's are the same at every seed."""
-
-    def __init__(self, options, config):
-        self.options, self.T, self.vocab_size = options, config.block_size, config.modulus
-        self.tokenizer = Tokenizer("char", [chr(ord("0") + i) for i in range(self.vocab_size)])
-        self.steps_per_epoch = max(1, 2 ** min(self.T, 20) // options.step_rows)
-
-    def batch(self, split, i):
-        bits = torch.from_numpy(stream(self.options, split, i).integers(0, 2, (self.options.step_rows, self.T)))
-        return bits, bits.cumsum(1) % self.vocab_size
-
-
 class StateTrackData:
     """The state-tracking tasks of arXiv 2608.08888, appendix F: short programs, then a question about their state.
 
@@ -888,17 +828,12 @@ class AnswerData:
 
 
 def load_data(options, config):
-    """The data of `options.dataset`, which then fixes config.vocab_size and config.block_size."""
+    """The data of `options.dataset`, which then fixes config.vocab_size and config.block_size: a text, or a task of the
+    script that the config is of, which has the task's class in its DATA."""
     if options.tokenizer == "hub":
         return AnswerData(options, config)
-    tasks = {"addition": ("digits", "stars", AdditionData), "running-sum": ("modulus", "fullbandwidth", RunningSumData),
-             "statetrack": ("modulus", "fullbandwidth", StateTrackData)}
-    if options.dataset not in tasks:
-        return TextData(options, config)
-    field, model, data = tasks[options.dataset]
-    if not hasattr(config, field):
-        raise UserError(f"--dataset={options.dataset} is a task of {model}: python train.py {model}")
-    return data(options, config)
+    tasks = getattr(sys.modules[type(config).__module__], "DATA", {})
+    return tasks.get(options.dataset, TextData)(options, config)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ def training(variant, model, preset, fields, batch, way, device, seconds):
     (model, options), dtype = build(name, preset, fields, device), getattr(torch, dtype)
     if options.dataset == "addition":
         options.batch_size = batch
-        idx, targets = (t.to(device) for t in train.AdditionData(options, model.config).batch("train", 0))
+        idx, targets = (t.to(device) for t in stars.AdditionData(options, model.config).batch("train", 0))
     else:
         rows = torch.randint(model.config.vocab_size, (batch, model.config.block_size + 1), device=device)
         idx, targets = rows[:, :-1], rows[:, 1:]
@@ -327,7 +327,7 @@ def data(data_dir, need, seconds):
         except (train.UserError, ImportError) as error:
             print(f"tokenizer {name}: not measured: {error}", file=sys.stderr)
     for name, loader in (("looped_gpt", train.TextData(options, looped_gpt.Config(block_size=256))),
-                         ("stars", train.AdditionData(options, stars.Config())),
+                         ("stars", stars.AdditionData(options, stars.Config())),
                          ("fullbandwidth", train.TextData(options, fullbandwidth.Config(block_size=1024)))):
         functions[f"loader {name}"] = lambda loader=loader: loader.batch("train", next(counter))[0].numpy()
     yield {}

@@ -23,7 +23,7 @@ def tiny_batch(name, device=CPU):
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
     if name == "stars":
-        return model, *(t[:8].to(device) for t in train.AdditionData(options, model.config).batch("train", 0))
+        return model, *(t[:8].to(device) for t in stars.AdditionData(options, model.config).batch("train", 0))
     rows = torch.randint(model.config.vocab_size, (8, model.config.block_size + 1), device=device)
     return model, rows[:, :-1], rows[:, 1:]
 

@@ -646,7 +646,7 @@ def test_in_wikitext_the_position_after_a_line_gets_no_feedback(tmp_path):
 def test_running_sums_are_counted_within_and_beyond_the_trained_length(tmp_path):
     train.main(["fullbandwidth", *TINY, "--feedback_from=0", f"--out_dir={tmp_path}"])
     model, options, *_ = fullbandwidth.load_run(tmp_path)
-    idx, targets = train.RunningSumData(options, Config(block_size=32)).batch("val", 0)
+    idx, targets = fullbandwidth.RunningSumData(options, Config(block_size=32)).batch("val", 0)
     with torch.no_grad():
         states = model.passes(idx, 32)
     within, beyond = fullbandwidth.running_sum(tmp_path)
@@ -658,7 +658,7 @@ def test_running_sums_are_counted_within_and_beyond_the_trained_length(tmp_path)
 
 def test_answers_to_sums_are_judged_whole_and_end_with_the_models_own_end_mark(tmp_path, monkeypatch):
     train.main(["fullbandwidth", *TINY, "--dataset=addition", "--digits=2", "--max_steps=1", f"--out_dir={tmp_path}"])
-    read = train.Tokenizer("char", train.AdditionData.vocab)
+    read = train.Tokenizer("char", stars.AdditionData.vocab)
 
     def generate(model, prompts, n, mode, temperature, stop):
         answers = [str(eval(read.decode(prompt).rstrip("="))) for prompt in prompts]

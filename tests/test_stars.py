@@ -25,7 +25,7 @@ def small_model(seed=0, spread=1.0, **fields):
 
 
 def small_data(**options):
-    return train.AdditionData(train.Options(**dict(dataset="addition", batch_size=16) | options), stars.Config(**SMALL))
+    return stars.AdditionData(train.Options(**dict(dataset="addition", batch_size=16) | options), stars.Config(**SMALL))
 
 
 def state(rows=3, T=4, D=8, seed=1):
@@ -190,7 +190,7 @@ def test_at_the_raw_embeddings_the_jacobian_is_a_thousand_times_larger():
     """Why JSRR at h^(t-1) made spikes wherever one loop was drawn: embeddings have std 0.02, a normed state has 1."""
     torch.manual_seed(0)
     model = stars.LoopedTransformer(stars.Config(n_embd=512, n_head=8, mlp_width=1024))
-    idx, _ = train.AdditionData(train.Options(dataset="addition", batch_size=2), model.config).batch("train", 0)
+    idx, _ = stars.AdditionData(train.Options(dataset="addition", batch_size=2), model.config).batch("train", 0)
     embedded, once = list(stars.trajectory(model, idx, 1))
     gain = lambda h: stars.jacobian_gain(model, h, 16, generator()).square().mean().item()
     assert gain(embedded) > 1000 and 0.8 < gain(once) < 1.1
@@ -288,7 +288,7 @@ def test_loop_counts_are_rounded_and_clipped():
 @pytest.mark.parametrize("digits", [2, 4, 8])
 def test_sums_are_right_reversed_and_masked(digits):
     config = stars.Config(digits=digits)
-    data = train.AdditionData(train.Options(dataset="addition", batch_size=200), config)
+    data = stars.AdditionData(train.Options(dataset="addition", batch_size=200), config)
     for split in ("train", "val"):
         idx, targets = data.batch(split, 3)
         assert idx.shape == targets.shape == (200, 3 * digits + 4)
@@ -302,7 +302,7 @@ def test_sums_are_right_reversed_and_masked(digits):
 
 
 def test_the_example_of_the_docs():
-    data = train.AdditionData(train.Options(dataset="addition"), stars.Config())
+    data = stars.AdditionData(train.Options(dataset="addition"), stars.Config())
     idx, targets = data.encode(np.array([1750, 9999]), np.array([4733, 1000]))
     assert [data.tokenizer.decode(row) for row in idx.tolist()] == ["1750+4733= 3846§", "9999+1000= 99901"]
     assert targets[:, -1].tolist() == [-1, data.tokenizer.ids["§"]]
