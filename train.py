@@ -1756,6 +1756,7 @@ def experiment(argv, module, sweeps, report):
         return sweep(module, preset, given, what, *sweeps[what], seeds)
     if not Path(what).exists():
         raise UserError(f"{what}: neither a sweep nor a run; {nearest(what, list(sweeps))}")
+    given.pop("data_dir", None)  # where its text is looked for
     if given or preset or seeds:
         raise UserError(f"{what} is a run: its options are its own")
     report(Path(what))

@@ -69,7 +69,7 @@ def test_help_lists_every_field_with_its_meaning(capsys):
 @pytest.mark.parametrize("argv, message", [
     (["looped_gtp"], "did you mean looped_gpt?"),
     (["looped_gpt", "--preset=44"], "invalid choice: '44' (choose from"),
-    (["looped_gpt", "--sweep=table2"], "invalid choice: 'table2' (choose from"),
+    (["looped_gpt", "--sweep=table1"], "--sweep: no such field"),
     (["looped_gpt", "--max_step=3"], "did you mean --max_steps"),
     (["looped_gpt", "--readout=rms"], "choose from"),
     (["looped_gpt", "--lr=fast"], "--lr: invalid float value"),
@@ -77,8 +77,7 @@ def test_help_lists_every_field_with_its_meaning(capsys):
     (["looped_gpt", "--n_embd=130"], "not divisible by --n_head=4"),
     (["looped_gpt", "--batch_size=0"], "--batch_size=0"),
     (["looped_gpt", "--lr=nan"], "--lr=nan"),
-    (["looped_gpt", "--seeds=1,x", "--sweep=table1"], "--seeds: invalid seed_list value: '1,x'"),
-    (["looped_gpt", "--max_steps=1", "--seeds=1,2"], "--seeds belongs to a sweep"),
+    (["looped_gpt", "--max_steps=1", "--seeds=1,2"], "--seeds: no such field; did you mean --seed"),
     (["looped_gpt", "--max_steps=1", "--resume"], "run holds no run to resume"),
     (["looped_gpt", "--dataset=shakespear"], "did you mean shakespeare?"),
     (["looped_gpt", "--device=tpu"], "--device=tpu cannot be used here"),
@@ -354,7 +353,7 @@ def test_two_processes_train_as_one(name, fields, T, tmp_path, data_dir):
     assert train.load_checkpoint(tmp_path / "two", name)["tokens"] == 8 * 4 * T
 
 
-# The script's own command line, and the sweep
+# The script's own command line
 
 def test_generating_from_a_run(command, capsys):
     out = command()
@@ -372,40 +371,6 @@ def test_generating_from_a_run(command, capsys):
     for argument in ("--loops=2", "--temperature=0"):
         assert "goes with --eval or --prompt" in error_of(capsys, out, argument, main=looped_gpt.main)
     assert "--limit has no effect here: it goes with --eval" in error_of(capsys, out, "--limit=2", main=looped_gpt.main)
-
-
-def test_diagnosing_a_run_prints_every_diagnostic_and_draws_them(command, capsys, data_dir):
-    out = command("--readout=raw", "--num_loops=1", out="one loop")
-    looped_gpt.main([str(out), f"--data_dir={data_dir}"])
-    out = command("--readout=raw", "--eval_batches=2")
-    looped_gpt.main([str(out), f"--data_dir={data_dir}"])
-    text = capsys.readouterr().out
-    for part in ("radial gradient fraction", "angular step * s", "p99", "freeze_loop1", "remove_radial", "tokens/s",
-                 "halting"):
-        assert part in text
-    assert (out / "diagnostics.png").stat().st_size > 10_000
-
-
-def test_the_sweep_trains_seven_conditions_once_and_tabulates_them(tmp_path, data_dir, capsys):
-    argv = ["looped_gpt", *TINY, "--max_steps=2", f"--data_dir={data_dir}", "--sweep=table1", "--seeds=1,2",
-            f"--out_dir={tmp_path}"]
-    train.main(argv)
-    rows = train.read_csv(tmp_path / "table1.csv")
-    assert [r["condition"] for r in rows] == list(looped_gpt.SWEEPS["table1"][0]) and (tmp_path / "table1.png").exists()
-    last = [train.read_csv(tmp_path / f"per_loop+raw-seed{s}" / "log.csv")[-1] for s in (1, 2)]
-    row, = (r for r in rows if r["condition"] == "per_loop+raw")
-    norms = [r["val_final_norm"] for r in last]
-    assert row["final_norm"] == pytest.approx(sum(norms) / 2)
-    assert row["final_norm_std"] == pytest.approx(abs(np.subtract(*norms)) / 2)
-    before = (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
-    train.main(argv)  # finished runs are kept
-    assert before == (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
-    assert "was trained with --lr=0.003" in error_of(capsys, *argv, "--lr=0.1")
-    left_out = [word for word in argv if not word.startswith("--n_embd")]  # or a preset that has changed since
-    assert "was trained with --n_embd=16: choose another --out_dir for --n_embd=128" in error_of(capsys, *left_out)
-    train.main([*argv[:-2], f"--out_dir={tmp_path}", "--overwrite", "--max_steps=1", "--seed=1"])  # a sweep of one seed
-    assert {r["seeds"] for r in train.read_csv(tmp_path / "table1.csv")} == {1}
-    assert before != (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
 
 
 # Optimiser and schedule

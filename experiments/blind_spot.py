@@ -1,0 +1,321 @@
+"""What the paper of looped_gpt.py (arXiv 2606.24898) measures: its tables and figures.
+
+    python experiments/blind_spot.py table1 --max_steps=300            # the seven conditions
+    python experiments/blind_spot.py table1 --preset=44m --dataset=wikitext-103 --seeds=42,101,202
+    python experiments/blind_spot.py out/looped_gpt-tiny               # every diagnostic of one run
+
+table1: {terminal, per_loop} supervision x {RMSNorm, raw} readout, the final_only readout, and the
+norm penalty: perplexity at every exit, and the norm that the state ends with.
+A run: Lemma 1 and Lemma 2 in numbers, token norms, interventions, and variable depth, that is the
+exits as a frontier of perplexity and speed, and halting sequence by sequence.
+"""
+import copy
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import looped_gpt
+import train
+from looped_gpt import lemma2_prediction, loss_per_loop, scale_and_direction, token_loss
+
+
+# --------------------------------------------------------------------------------------------------
+# Table 1: what each loss does to the scale.
+
+TABLE1 = {
+    "terminal+rmsnorm": dict(supervision="terminal", readout="rmsnorm"),
+    "terminal+raw": dict(supervision="terminal", readout="raw"),
+    "terminal+rmsnorm+penalty": dict(supervision="terminal", readout="rmsnorm", norm_penalty=0.01),
+    "per_loop+rmsnorm": dict(supervision="per_loop", readout="rmsnorm"),
+    "per_loop+raw": dict(supervision="per_loop", readout="raw"),
+    "per_loop+final_only": dict(supervision="per_loop", readout="final_only"),
+    "per_loop+rmsnorm+penalty": dict(supervision="per_loop", readout="rmsnorm", norm_penalty=0.01),
+}
+
+
+def table1(runs, out):
+    """Print PPL per loop and final norm of every condition, mean (and spread over seeds), and write
+    table1.csv and table1.png. runs: {(condition, seed): directory}."""
+    logs = {}  # {condition: [the rows of log.csv, for each seed]}
+    for (condition, _), path in runs.items():
+        logs.setdefault(condition, []).append(train.read_csv(path / "log.csv"))
+    rows = []
+    for condition, log_of_seeds in logs.items():
+        rows.append({"condition": condition, **table1_row([log[-1] for log in log_of_seeds])})
+    train.write_csv(out / "table1.csv", rows)
+    print_table1(rows)
+    draw_table1(rows, logs, out / "table1.png")
+    print(f"\nwritten to {out}/table1.csv and table1.png")
+
+
+def table1_row(last):
+    """One condition's mean and spread of each column, from the last row of every seed's log."""
+    values = {}
+    for k in range(1, loops_in(last[0]) + 1):
+        values[f"ppl_{k}"] = [train.perplexity(row[f"val_ce_{k}"]) for row in last]
+    values["final_norm"] = [row["val_final_norm"] for row in last]
+    result = {"seeds": len(last)}
+    for name, of_seeds in values.items():
+        result[name] = statistics.mean(of_seeds)
+        result[f"{name}_std"] = statistics.pstdev(of_seeds)
+    return result
+
+
+def loops_in(row):
+    """How many loops a row of log.csv has validation losses of."""
+    return sum(name.startswith("val_ce_") for name in row)
+
+
+def print_table1(rows):
+    columns = [name for name in rows[0] if f"{name}_std" in rows[0]]
+    titles = [name.replace("ppl_", "PPL ") for name in columns]
+    print(f"\n{'condition':28}" + "".join(f"{title:>18}" for title in titles))
+    for row in rows:
+        line = f"{row['condition']:28}"
+        for name in columns:
+            cell = f"{row[name]:.2f}"
+            if row["seeds"] > 1:
+                cell += f" +- {row[f'{name}_std']:.2f}"
+            line += f"  {cell:>16}"
+        print(line)
+
+
+def draw_table1(rows, logs, path):
+    figure, (norm_axis, exit_axis) = train.new_figure(2)
+    for row in rows:
+        condition = row["condition"]
+        first_seed = [r for r in logs[condition][0] if "val_final_norm" in r]
+        steps = [r["step"] for r in first_seed]
+        norm_axis.plot(steps, [r["val_final_norm"] for r in first_seed], label=condition)
+        loops = range(1, loops_in(first_seed[-1]) + 1)
+        exit_axis.plot(loops, [row[f"ppl_{k}"] for k in loops], "o-", label=condition)
+    norm_axis.set(xlabel="step", ylabel="mean ||H_K||", yscale="log",
+                  title="Only a visible scale stays controlled")
+    exit_axis.set(xlabel="exit after loop", ylabel="validation perplexity", yscale="log",
+                  xticks=loops, title="Dense supervision trains exits")
+    exit_axis.legend(fontsize="x-small")
+    figure.savefig(path, dpi=120)
+
+
+SWEEPS = {"table1": (TABLE1, table1)}
+
+
+# --------------------------------------------------------------------------------------------------
+# Lemma 2 against measurement
+
+FACTORS = (1, 10, 100, 1000)
+
+
+@torch.no_grad()
+def lemma2_remainders(model, h, factors=FACTORS):
+    """What Lemma 2 leaves out for one loop from a * H, in float64: (factors, 5).
+
+    Per factor a, the means over tokens of s, the radial increment and |increment - a_rad| = O(1/s),
+    the angular step and |step - ||b_perp|| / s| = O(1/s^2).
+    """
+    model = copy.deepcopy(model).cpu().double()  # some devices have no float64
+    h = h.cpu().double()
+    rows = []
+    for a in factors:
+        state = a * h
+        s, radial, angular = scale_and_direction(state, model.loop(state))
+        a_rad, step = lemma2_prediction(model, state)
+        columns = [s, radial, (radial - a_rad).abs(), angular, (angular - step).abs()]
+        rows.append(torch.stack([x.mean() for x in columns]))
+    return torch.stack(rows)
+
+
+# --------------------------------------------------------------------------------------------------
+# Variable depth: one checkpoint, several speeds. `batches` is a list of (idx, targets), both (B, T).
+
+def timed(function):
+    """(result, seconds) of a function whose result is on the CPU: the best of 3 calls."""
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        result = function()
+        seconds.append(time.perf_counter() - start)
+    return result, min(seconds)
+
+
+def exit_loss(model, batches, K):
+    """Cross-entropy in nats when every sequence leaves after loop K; later loops are not run."""
+    total = 0.0
+    for idx, targets in batches:
+        h = model.states(idx, K)[-1]
+        total = total + token_loss(model, h, K, targets).mean()
+    return (total / len(batches)).item()
+
+
+@torch.no_grad()
+def frontier(model, batches):
+    """[(K, PPL, tokens/s)] for exits after K = 1 .. num_loops."""
+    tokens = sum(idx.numel() for idx, _ in batches)
+    points = []
+    for K in range(1, model.config.num_loops + 1):
+        ce, seconds = timed(lambda: exit_loss(model, batches, K))
+        points.append((K, train.perplexity(ce), tokens / seconds))
+    return points
+
+
+def sequence_margin(model, h, k):
+    """How sure each sequence's logits are after loop k, (B,): the mean over tokens of the largest
+    minus the second largest; 0 where the vocabulary has one type only."""
+    logits = model.readout(h, final=k >= model.config.num_loops)
+    top = logits.topk(min(2, model.config.vocab_size), dim=-1).values  # (B, T, 2)
+    return (top[..., 0] - top[..., -1]).mean(-1).float()
+
+
+@torch.no_grad()
+def calibrate_halting(model, batches, tolerance=1.01):
+    """The lowest margin at which sequences may leave early, such that PPL stays within `tolerance`
+    times the full depth's on these batches. math.inf if there is none."""
+    margins, losses = [], []
+    for idx, targets in batches:
+        states = list(enumerate(model.states(idx), start=1))
+        margins.append(torch.stack([sequence_margin(model, h, k) for k, h in states]))
+        losses.append(torch.stack([token_loss(model, h, k, targets).mean(1) for k, h in states]))
+    margins = torch.cat(margins, dim=1)  # (K, N), of N sequences
+    losses = torch.cat(losses, dim=1)
+    limit = losses[-1].mean() + math.log(tolerance)
+    margins[-1] = math.inf  # sequences that never reach the threshold leave at the last loop
+    for threshold in margins[:-1].flatten().sort().values:
+        passes = (margins >= threshold).int()
+        exit_loop = passes.argmax(0, keepdim=True)  # (1, N): the first loop that passes
+        if losses.gather(0, exit_loop).mean() <= limit:
+            return threshold.item()
+    return math.inf
+
+
+@torch.no_grad()
+def halting_states(model, idx, threshold):
+    """The state of each sequence after the loop at which it left, (B, T, D), and that loop, (B,).
+    Later loops run only for the sequences that are left."""
+    K = model.config.num_loops
+    h = model.embed(idx)
+    result = torch.empty_like(h)
+    loops = torch.full((len(idx),), K, device=idx.device)
+    active = torch.arange(len(idx), device=idx.device)  # which sequences the rows of h are
+    for k in range(1, K + 1):
+        if k > 1:
+            h = model.loop_norm(h)
+        h = model.loop(h)
+        result[active] = h
+        if k == K:
+            break
+        leaves = sequence_margin(model, h, k) >= threshold
+        loops[active[leaves]] = k
+        h = h[~leaves]
+        active = active[~leaves]
+        if len(active) == 0:
+            break
+    return result, loops
+
+
+@torch.no_grad()
+def halting(model, batches, threshold):
+    """{average loops, PPL, tokens/s} of halting at a calibrated threshold, with real skipping."""
+    def halt():
+        results = [halting_states(model, idx, threshold) for idx, _ in batches]
+        loops = torch.cat([loops for _, loops in results])
+        return results, loops.float().mean().item()  # .item() waits for the device
+
+    (results, average_loops), seconds = timed(halt)
+    losses = []
+    for (h, loops), (_, targets) in zip(results, batches):
+        for k in loops.unique().tolist():
+            left = loops == k
+            losses.append(token_loss(model, h[left], k, targets[left]).mean(1))
+    tokens = sum(idx.numel() for idx, _ in batches)
+    return {"loops": average_loops, "ppl": train.perplexity(torch.cat(losses).mean().item()),
+            "tokens_per_sec": tokens / seconds}
+
+
+# --------------------------------------------------------------------------------------------------
+# Every diagnostic of one run
+
+def report(path):
+    """Print every diagnostic of a trained run on its validation split; draw RUN/diagnostics.png."""
+    model, options, tokenizer = train.load_model(path, "looped_gpt", looped_gpt.LoopedGPT)
+    _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
+    c = model.config
+    print(f"{path}: readout {c.readout}, supervision {c.supervision}, "
+          f"norm penalty {c.norm_penalty}\n")
+    looped_gpt.print_loops(model, batches)
+    dynamics = looped_gpt.scale_dynamics(model, batches).cpu()
+    print_lemma2(dynamics, lemma2_remainders(model, model.states(batches[0][0])[-1]))
+    print_interventions(model, batches)
+    points = frontier(model, batches)
+    halted = print_exits(model, batches, points)
+    figure_path = train.run_directory(path) / "diagnostics.png"
+    draw_report(c.num_loops, dynamics, points, halted, figure_path)
+    print(f"\ndrawn in {figure_path}")
+
+
+def print_lemma2(dynamics, remainders):
+    print("\nloop   scale s   radial increment   angular step   angular step * s (Lemma 2)")
+    for k in (1, 2, 3, 4, 6, 8, 12, 16, 20, 29):
+        s, radial, angular, product = dynamics[k - 1].tolist()
+        print(f"{k:4d}  {s:8.2f}   {radial:16.3f}   {angular:12.5f}   {product:16.3f}")
+    print("\none loop from a * H_K: scale s   radial increment   its remainder   angular step   "
+          "its remainder (Lemma 2)")
+    for a, row in zip(FACTORS, remainders.tolist()):
+        s, radial, radial_rest, angular, angular_rest = row
+        print(f"{a:15d} {s:14.2f}   {radial:16.4f}   {radial_rest:13.1e}   {angular:12.3e}   "
+              f"{angular_rest:13.1e}")
+
+
+def print_interventions(model, batches):
+    quantiles = looped_gpt.norm_quantiles(model, batches)
+    listed = ", ".join(f"{name} {value:.2f}" for name, value in quantiles.items())
+    print(f"\n||H_K|| over tokens: {listed}")
+    ce = loss_per_loop(model, batches)[-1]
+    for clamp in ("freeze_loop1", "remove_radial"):
+        change = loss_per_loop(model, batches, clamp=clamp)[-1] - ce
+        print(f"clamp {clamp}: change in CE {change:+.4f}")
+
+
+def print_exits(model, batches, points):
+    """Print the frontier, and what calibrated halting, which is returned, adds to it."""
+    print("\nexit after loop      PPL    tokens/s")
+    for K, ppl, speed in points:
+        print(f"{K:15d}  {ppl:7.3f}  {speed:10,.0f}")
+    even = [(idx[0::2], targets[0::2]) for idx, targets in batches]
+    odd = [(idx[1::2], targets[1::2]) for idx, targets in batches if len(idx) > 1]
+    threshold = calibrate_halting(model, even)
+    halted = halting(model, odd or even, threshold)
+    print(f"halting at margin {threshold:.3f} (calibrated on every other sequence, measured on the "
+          f"rest): {halted['loops']:.2f} loops on average, PPL {halted['ppl']:.3f}, "
+          f"{halted['tokens_per_sec']:,.0f} tokens/s")
+    return halted
+
+
+def draw_report(num_loops, dynamics, points, halted, path):
+    figure, (lemma2_axis, depth_axis) = train.new_figure(2)
+    loops = range(1, len(dynamics) + 1)
+    for column, label in ((0, "scale s"), (2, "angular step"), (3, "angular step * s")):
+        lemma2_axis.plot(loops, dynamics[:, column], label=label)
+    lemma2_axis.axvline(num_loops, color="gray", linestyle=":", label="trained K")
+    lemma2_axis.set(xlabel="loop", yscale="log", title="Lemma 2: scale and direction")
+    lemma2_axis.legend()
+    depth_axis.plot([speed for _, _, speed in points], [ppl for _, ppl, _ in points], "o-")
+    for K, ppl, speed in points:
+        depth_axis.annotate(f" K={K}", (speed, ppl))
+    depth_axis.plot(halted["tokens_per_sec"], halted["ppl"], "s",
+                    label=f"halting, {halted['loops']:.2f} loops")
+    depth_axis.set(xlabel="tokens/s", ylabel="perplexity", title="Variable depth")
+    depth_axis.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main(argv):
+    train.experiment(argv, looped_gpt, SWEEPS, report)
+
+
+if __name__ == "__main__":
+    train.command_line(main)

@@ -1,0 +1,130 @@
+"""experiments/blind_spot.py: what arXiv 2606.24898 measures, on small models; its sweep and its report on a run."""
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import looped_gpt
+import train
+from experiments import blind_spot
+from test_looped_gpt import TINY, small
+
+
+@pytest.fixture
+def train_run(tmp_path, monkeypatch):
+    """train_run("--field=value", ...) trains a very small looped_gpt for two steps; its directory."""
+    monkeypatch.setattr(train, "matmul_peak", lambda *_: 1e12)  # which takes seconds to measure
+
+    def run(*arguments, out="run"):
+        train.main(["looped_gpt", *TINY, f"--data_dir={tmp_path}/data", f"--out_dir={tmp_path / out}", *arguments])
+        return tmp_path / out
+    return run
+
+
+# Lemma 2
+
+def test_lemma2_remainders_shrink_as_predicted():
+    """|s' - s - a_rad| is O(1/s) and |angular step - ||b_perp|| / s| is O(1/s^2): ten and a hundred times less at ten
+    times the scale. In float64; 20% slack for the next order, which 1/s still carries at the smallest scale."""
+    model, idx, _ = small(n_layer=3)
+    table = blind_spot.lemma2_remainders(model, 100 * F.normalize(model.states(idx)[-1], dim=-1))
+    for errors, order in ((table[:, 2], 10), (table[:, 4], 100)):
+        ratios = (errors[:-1] / errors[1:])[:2].tolist()
+        assert all(r == pytest.approx(order, rel=0.2) for r in ratios), ratios
+    assert table[-1, 2] < 1e-3 * table[-1, 1].abs() and table[-1, 4] < 1e-3 * table[-1, 3]
+
+
+# Exits and halting
+
+def test_the_frontier_is_the_perplexity_of_every_exit():
+    model, idx, targets = small(readout="final_only")
+    points = blind_spot.frontier(model, [(idx, targets)])
+    assert [K for K, _, _ in points] == [1, 2, 3]
+    expected = looped_gpt.loss_per_loop(model, [(idx, targets)]).exp()
+    torch.testing.assert_close(torch.tensor([ppl for _, ppl, _ in points]).double(), expected)
+
+
+def test_halting_skips_loops_and_reads_each_sequence_where_it_left():
+    model, idx, targets = small(readout="raw")
+    states = model.states(idx)
+    for threshold, expected in ((math.inf, 3), (-math.inf, 1)):
+        assert blind_spot.halting_states(model, idx, threshold)[1].tolist() == [expected] * 3
+    margins = blind_spot.sequence_margin(model, states[0], 1)
+    h, loops = blind_spot.halting_states(model, idx, margins.median().item())
+    assert 1 in loops and loops.max() > 1
+    for row, k in enumerate(loops.tolist()):
+        torch.testing.assert_close(h[row], states[k - 1][row])
+
+
+def test_calibrated_halting_stays_within_its_tolerance():
+    model, idx, targets = small(readout="raw")
+    full = looped_gpt.loss_per_loop(model, [(idx, targets)])[-1].exp()
+    threshold = blind_spot.calibrate_halting(model, [(idx, targets)], tolerance=1.05)
+    assert blind_spot.halting(model, [(idx, targets)], threshold)["ppl"] <= 1.05 * full
+    unlimited = blind_spot.calibrate_halting(model, [(idx, targets)], tolerance=math.inf)
+    assert blind_spot.halting(model, [(idx, targets)], unlimited)["loops"] == 1
+
+
+# The report on a run, and the sweep
+
+def test_a_text_of_one_repeated_character_is_diagnosed_and_leaves_after_one_loop(train_run, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("a" * 2000)
+    out = train_run(f"--dataset={tmp_path}/text.txt", "--max_steps=1")
+    blind_spot.main([str(out)])
+    assert "1.00 loops on average, PPL 1.000" in capsys.readouterr().out
+
+
+def test_diagnosing_a_run_prints_every_diagnostic_and_draws_them(train_run, capsys):
+    blind_spot.main([str(train_run("--readout=raw", "--num_loops=1", out="one loop"))])
+    capsys.readouterr()
+    out = train_run("--readout=raw", "--eval_batches=2")
+    blind_spot.main([str(out)])
+    text = capsys.readouterr().out
+    for part in ("radial gradient fraction", "angular step * s", "p99", "freeze_loop1", "remove_radial", "tokens/s",
+                 "halting"):
+        assert part in text
+    assert (out / "diagnostics.png").stat().st_size > 10_000
+    with pytest.raises(train.UserError, match="run is a run: its options are its own"):
+        blind_spot.main([str(out), "--seeds=1,2"])
+
+
+def test_the_sweep_trains_seven_conditions_once_and_tabulates_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "matmul_peak", lambda *_: 1e12)
+    argv = ["table1", *TINY, f"--data_dir={tmp_path}/data", "--seeds=1,2", f"--out_dir={tmp_path}"]
+    blind_spot.main(argv)
+    rows = train.read_csv(tmp_path / "table1.csv")
+    assert [r["condition"] for r in rows] == list(blind_spot.TABLE1) and (tmp_path / "table1.png").exists()
+    assert len(rows) == 7
+    last = [train.read_csv(tmp_path / f"per_loop+raw-seed{s}" / "log.csv")[-1] for s in (1, 2)]
+    row, = (r for r in rows if r["condition"] == "per_loop+raw")
+    norms = [r["val_final_norm"] for r in last]
+    assert row["final_norm"] == pytest.approx(sum(norms) / 2)
+    assert row["final_norm_std"] == pytest.approx(abs(norms[0] - norms[1]) / 2)
+    assert row["ppl_2"] == pytest.approx(sum(math.exp(r["val_ce_2"]) for r in last) / 2)
+    before = (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
+    blind_spot.main(argv)  # finished runs are kept
+    assert before == (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
+
+    def refused(*argv):
+        with pytest.raises(train.UserError) as error:
+            blind_spot.main(list(argv))
+        return str(error.value)
+    assert "was trained with --lr=0.003" in refused(*argv, "--lr=0.1")
+    left_out = [word for word in argv if not word.startswith("--n_embd")]  # or a preset that has changed since
+    assert "was trained with --n_embd=16: choose another --out_dir for --n_embd=128" in refused(*left_out)
+    one_seed = [word for word in argv if not word.startswith("--seeds")]
+    blind_spot.main([*one_seed, "--overwrite", "--max_steps=1", "--seed=1"])
+    assert {r["seeds"] for r in train.read_csv(tmp_path / "table1.csv")} == {1}
+    assert before != (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["table2"], "table2: neither a sweep nor a run; did you mean table1?"),
+    (["table1", "--seeds=1,x"], "--seeds: invalid seed_list value: '1,x'"),
+    (["table1", "--preset=44"], "invalid choice: '44'"),
+    (["--seeds=1,2"], "required: SWEEP|RUN")])
+def test_a_mistake_is_answered_by_one_line_that_names_the_way_out(argv, message):
+    with pytest.raises(train.UserError) as error:
+        blind_spot.main(argv)
+    assert message in str(error.value) and "\n" not in str(error.value)
