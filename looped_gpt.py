@@ -426,7 +426,10 @@ def norm_quantiles(model, batches):
 
 def print_loops(model, batches):
     """The paper's claim in one table: each loop's loss, what it sees, what the state does."""
-    K = model.config.num_loops
+    c = model.config
+    K = c.num_loops
+    print(f"readout {c.readout}, supervision {c.supervision}, norm penalty {c.norm_penalty}, "
+          f"K = {K}")
     ce = loss_per_loop(model, batches).tolist()
     fraction = radial_gradient_fraction(model, batches).tolist()
     scale, _, angular_step, _ = scale_dynamics(model, batches, K + 1).T.tolist()
@@ -467,9 +470,6 @@ def main(argv):
     model, options, tokenizer = train.load_model(path, "looped_gpt", LoopedGPT)
     if a.prompt is None:
         _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
-        c = model.config
-        print(f"{path}: readout {c.readout}, supervision {c.supervision}, "
-              f"norm penalty {c.norm_penalty}")
         return print_loops(model, batches)
     prompt = train.encode_prompt(tokenizer, a.prompt)
     idx = torch.tensor([prompt], device=model.wte.weight.device)

@@ -131,7 +131,7 @@ def lemma2_remainders(model, h, factors=FACTORS):
 
 
 # --------------------------------------------------------------------------------------------------
-# Variable depth: one checkpoint, several speeds. `batches` is a list of (idx, targets), both (B, T).
+# Variable depth: one checkpoint, several speeds. `batches`: a list of (idx, targets), each (B, T).
 
 def timed(function):
     """(result, seconds) of a function whose result is on the CPU: the best of 3 calls."""
@@ -243,9 +243,6 @@ def report(path):
     """Print every diagnostic of a trained run on its validation split; draw RUN/diagnostics.png."""
     model, options, tokenizer = train.load_model(path, "looped_gpt", looped_gpt.LoopedGPT)
     _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
-    c = model.config
-    print(f"{path}: readout {c.readout}, supervision {c.supervision}, "
-          f"norm penalty {c.norm_penalty}\n")
     looped_gpt.print_loops(model, batches)
     dynamics = looped_gpt.scale_dynamics(model, batches).cpu()
     print_lemma2(dynamics, lemma2_remainders(model, model.states(batches[0][0])[-1]))
@@ -253,7 +250,7 @@ def report(path):
     points = frontier(model, batches)
     halted = print_exits(model, batches, points)
     figure_path = train.run_directory(path) / "diagnostics.png"
-    draw_report(c.num_loops, dynamics, points, halted, figure_path)
+    draw_report(model.config.num_loops, dynamics, points, halted, figure_path)
     print(f"\ndrawn in {figure_path}")
 
 

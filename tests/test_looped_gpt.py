@@ -247,7 +247,7 @@ def test_a_run_answers_with_one_small_table_that_shows_the_claim(tmp_path, capsy
         capsys.readouterr()
         looped_gpt.main([str(out)])
         first, head, *loops, lemma1, lemma2 = capsys.readouterr().out.splitlines()
-        assert first.startswith(f"{out}: readout {readout}, supervision per_loop") and len(loops) == 3
+        assert first == f"readout {readout}, supervision per_loop, norm penalty 0.0, K = 3" and len(loops) == 3
         for name in ("CE", "PPL", "scale", "radial gradient fraction", "angular step"):
             assert name in head
         assert f"cross-entropies of {sees} of the 3 loops see the scale" in lemma1 and "angular step from" in lemma2
