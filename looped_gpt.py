@@ -312,13 +312,18 @@ def remove_radial(h, before):
 # Training. train.py's Run does the rest: devices, data, optimiser, schedule, evaluation, log, checkpoints.
 
 def train_model(run):
-    model = run.start(LoopedGPT(run.config))
-    for step in run.steps():
-        for idx, targets, num_targets in run.batches():
+    model = run.prepare(LoopedGPT(run.config))  # to its device, compiled; with --resume, as it was saved
+    while run.step < run.max_steps:
+        run.begin_step()  # and set its learning rate
+        for idx, targets, num_targets in run.micro_batches():
             with run.autocast():
-                loss, metrics = model.loss(idx, targets, num_targets=num_targets)
+                loss, metrics = model.loss(idx, targets, num_targets)
             run.backward(loss, metrics)
-        run.update()
+        run.average_gradients()  # over the processes of torchrun
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), run.options.max_grad_norm)
+        run.optimizer_step(grad_norm)
+        run.end_step()  # log, evaluate, save; exit here if Ctrl-C has asked for it
+    run.finish()
     evaluations = [row for row in run.rows if "val_loss" in row]
     first, last = evaluations[0], evaluations[-1]
     run.say(f"validation loss {first['val_loss']:.2f} -> {last['val_loss']:.2f}, "

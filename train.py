@@ -6,8 +6,8 @@
     python train.py MODEL --help                                     # every field, its default and its meaning
 
 In the order below: what a value may be, options and command line, text and tokenizers, batches, cross-entropy, the
-run (device, optimiser, schedule, log, checkpoint), evaluation, sweeps. A script brings `Config`, `PRESETS`, `SWEEPS`,
-`SHOW` and `train_model(run)`, its visible training loop; its model brings `blocks`, `loss(idx, targets)` and
+run (device, optimiser, schedule, log, checkpoint), evaluation, sweeps. A script brings `Config`, `PRESETS`, `SHOW`,
+`DATA` where it has tasks of its own, and `train_model(run)`, its visible training loop; its model brings `blocks`, `loss(idx, targets)` and
 `flops_per_token()`.
 """
 import argparse, base64, collections, contextlib, csv, dataclasses, datetime, difflib, functools, hashlib, http.client
@@ -111,6 +111,10 @@ class Options:
     overwrite: bool = False  # start again in an out_dir that holds a run
 
     __post_init__ = check_fields
+
+    @property
+    def max_grad_norm(self):
+        return self.grad_clip or math.inf
 
     @property
     def step_rows(self):
@@ -1071,29 +1075,73 @@ def validation_batches(options, tokenizer, model, n):
     return data, [tuple(t.to(device) for t in part) for part in itertools.islice(parts, n)]
 
 
+class Interrupts:
+    """Ctrl-C, SIGTERM, a terminal or a reader that is gone: each asks the run to stop after this step, which saves it."""
+
+    def __init__(self):
+        self.asked = 0  # the signal that asked
+        self.speaking = False  # whether a line is being printed
+        self.old = {}  # the handlers to go back to
+
+    def listen(self):
+        if threading.current_thread() is not threading.main_thread():  # only there may signals be handled
+            return
+        signals = [signal.SIGINT, signal.SIGTERM]
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            signals.append(signal.SIGHUP)
+        for number in signals:
+            self.old[number] = signal.signal(number, self.handle)
+
+    def close(self):
+        for number, handler in self.old.items():
+            signal.signal(number, handler)
+        self.old = {}
+
+    def handle(self, number, frame):
+        """The first signal asks to stop after this step; the second stops at once, with nothing saved."""
+        if self.asked and not self.speaking:
+            raise KeyboardInterrupt
+        self.asked = self.asked or number
+        if self.speaking:  # perhaps into a pipe that nobody empties: give that line up
+            raise BlockingIOError
+        if sys.stdout.isatty():
+            self.say(" stopping: saving first (again: at once, keeping the last checkpoint)")
+
+    def say(self, text):
+        """Print a line. Where nobody can read it (`| head`, a closed terminal), that asks to stop as well."""
+        self.speaking = True
+        try:
+            print(text, flush=True)
+        except OSError:
+            self.asked = self.asked or SIGPIPE
+            mute()
+        self.speaking = False
+
+
 class Run:
-    """One training run. A script's loop is: model = run.start(Model(run.config)); for step in run.steps(): for idx, targets,
-    num_targets in run.batches(): with run.autocast(): loss, metrics = model.loss(..); run.backward(..); run.update()."""
+    """One training run. The methods up to `finish` stand in the order in which a script's training loop calls them."""
 
     def __init__(self, name, preset, config, options, show):
-        self.name, self.preset, self.options, self.show, self.out = name, preset, options, show, Path(options.out_dir)
+        self.name, self.preset, self.options, self.show = name, preset, options, show
+        self.out = Path(options.out_dir)
         self.record = {"model": name, "preset": preset, "config": vars(config), "options": vars(options)}  # config.json
-        self.model, self.rows, self.step, self.tokens, self.best = None, [], 0, 0, math.inf
-        self.asked, self.speaking = 0, False  # the signal that asked to stop; whether a line is being printed
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.first = self.rank == 0
-        shared_gpus = self.world > 1 and torch.cuda.is_available() and options.device in ("auto", "cuda")
-        self.device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}" if shared_gpus else options.device)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-            torch.set_float32_matmul_precision("high")
+        self.model = None
+        self.rows = []  # of log.csv
+        self.step = 0  # optimiser steps so far, the one in progress included
+        self.tokens = 0  # that they have seen, of all processes
+        self.best = math.inf  # validation loss
+        self.interrupts = Interrupts()
+        self.rank = int(os.environ.get("RANK", 0))  # RANK, WORLD_SIZE, LOCAL_RANK: set by torchrun
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.is_main_process = self.rank == 0
+        self.device = self.pick_device()
         self.dtype = pick_dtype(options.dtype, self.device)
         if options.batch_size % self.world:
             raise UserError(f"--batch_size={options.batch_size} cannot be shared by {self.world} processes")
         if self.world > 1 and not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
-        for turn in (True, False):  # the first process builds the token cache, the others then find it
-            if self.first == turn:
+        for turn in (True, False):  # the main process builds the token cache, the others then find it
+            if self.is_main_process == turn:
                 self.data = load_data(options, config)
             if self.world > 1:
                 dist.barrier()
@@ -1103,95 +1151,135 @@ class Run:
             raise UserError(f"{options.dataset} has not one step of {options.batch_size} x {options.grad_accum} windows")
         torch.manual_seed(options.seed)
 
-    def say(self, text):
-        """Print a line. Where nobody can read it (`| head`, a closed terminal), the run is asked to stop, which saves it."""
-        if self.first and text:
-            self.speaking = True
-            try:
-                print(text, flush=True)
-            except OSError:
-                self.asked = self.asked or SIGPIPE
-                mute()
-            self.speaking = False
+    def pick_device(self):
+        name = self.options.device
+        if self.world > 1 and torch.cuda.is_available() and name in ("auto", "cuda"):
+            name = f"cuda:{os.environ['LOCAL_RANK']}"
+        device = pick_device(name)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.set_float32_matmul_precision("high")
+        return device
 
     @property
     def resumes(self):
         """Whether it goes on from a checkpoint, weights included."""
         return self.options.resume and (self.out / "ckpt.pt").exists()
 
-    def start(self, model):
+    def prepare(self, model):
         """Model to the device, blocks compiled, optimisers built, the last checkpoint loaded. Returns the model."""
         check_value("--max_steps", self.max_steps, int)  # however many epochs come to
         self.model = model.to(self.device)
         self.optimizers = build_optimizers(model, self.options)
-        self.bad_step = torch.zeros((), device=self.device)
+        self.bad_step = torch.zeros((), device=self.device)  # the first whose loss or gradient was not finite
         if self.rank:
             torch.manual_seed(self.options.seed + self.rank)  # dropout differs between processes
         if self.resumes:
-            self.load()
-        elif self.first and self.options.overwrite:
+            load_training(self)
+        elif self.is_main_process and self.options.overwrite:
             for name in RUN_FILES:
                 (self.out / name).unlink(missing_ok=True)
         config = self.out / "config.json"
-        if self.first and (self.step < self.max_steps or not config.exists()):
+        if self.is_main_process and (self.step < self.max_steps or not config.exists()):
             write_json(config, self.record)  # only now: a run that cannot be resumed so, or is finished, keeps its own
         compile_blocks(model, self.device, self.options.compile)
         self.peak = matmul_peak(self.device, self.dtype) * self.world
         size = sum(p.numel() for p in model.parameters())
         self.say(f"{self.name}-{self.preset} on {self.options.dataset}: {size / 1e6:.2f}M parameters, {self.device}, "
                  f"{str(self.dtype)[6:]}, matmul peak {self.peak / 1e12:.2f} TFLOP/s, into {self.out}")
+        self.interrupts.listen()
+        self.start_clock()
+        if not self.rows:  # at the start, or where log.csv is gone
+            self.say(self.log(evaluate=True))
         return model
 
-    def steps(self):
-        """Yield step = 1 .. max_steps; around each set the rates, log, evaluate, save, and stop cleanly when asked to."""
-        o, stop, old = self.options, False, {}
-        if threading.current_thread() is threading.main_thread():  # only there may signals be handled
-            signals = [signal.SIGINT, signal.SIGTERM]
-            if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
-                signals.append(signal.SIGHUP)
-            old = {s: signal.signal(s, lambda number, frame: self.ask(number)) for s in signals}
-        try:
-            self.mark = self.step, self.tokens, time.perf_counter()
-            if not self.rows:  # at the start, or where log.csv is gone
-                self.say(self.log(evaluate=True))
-            while self.step < self.max_steps and not stop:
-                self.step += 1
-                for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
-                    group["lr"] = group["peak_lr"] * schedule(o, self.step, self.max_steps)
-                self.loss, self.metrics = 0.0, {}
-                yield self.step
-                stop, line = self.asked_to_stop(), ""
-                evaluate = self.step == self.max_steps or self.step % o.eval_interval == 0
-                if evaluate or stop or self.step % o.log_interval == 0:
-                    line = self.log(evaluate)
-                if evaluate or stop:
-                    self.save("ckpt.pt")
-                    self.mark = self.step, self.tokens, time.perf_counter()
-                    stop = self.asked_to_stop()  # during the evaluation
-                self.say(line)  # last, since nobody may be there to read it
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
-        self.draw_curves()
-        if stop or self.asked:
-            data_dir = f" --data_dir={o.data_dir}" * (o.data_dir != Options.data_dir)
+    def begin_step(self):
+        """Count the step and set its learning rate."""
+        self.step += 1
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * schedule(self.options, self.step, self.max_steps)
+        self.loss, self.metrics = 0.0, {}
+
+    def micro_batches(self):
+        """(idx, targets, num_targets) for each of the step's micro-batches: see share_out."""
+        for idx, targets, num_targets in self.share_out("train", [self.step - 1]):
+            self.tokens += idx.numel() * self.world
+            yield idx, targets, num_targets
+
+    def autocast(self):
+        """bfloat16 where the hardware is fast at it, or what --dtype says."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def backward(self, loss, metrics):
+        """Add the gradients of this micro-batch's part of the step's loss."""
+        part = 1 / self.options.grad_accum
+        (loss * part).backward()
+        self.loss = self.loss + loss.detach() * part
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value.detach() * part
+
+    def average_gradients(self):
+        """Over the processes of torchrun. A loop's weights have theirs only at the end: there is nothing to overlap."""
+        if self.world == 1:
+            return
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        flat = torch.cat([grad.flatten() for grad in gradients])
+        dist.all_reduce(flat)
+        flat /= self.world
+        for grad, mean in zip(gradients, flat.split([grad.numel() for grad in gradients])):
+            grad.copy_(mean.view_as(grad))
+
+    def optimizer_step(self, grad_norm):
+        """Update the weights. A loss or gradient norm that is not finite is noted; to look at it would wait for the GPU."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        bad = ~torch.isfinite(self.loss + grad_norm) & (self.bad_step == 0)
+        self.bad_step = torch.where(bad, torch.full_like(self.bad_step, self.step), self.bad_step)
+
+    def end_step(self):
+        """Log, evaluate and save, each at its interval; if something has asked the run to stop, save and exit."""
+        stop, line = self.asked_to_stop(), ""
+        evaluate = self.step == self.max_steps or self.step % self.options.eval_interval == 0
+        if evaluate or stop or self.step % self.options.log_interval == 0:
+            line = self.log(evaluate)
+        if evaluate or stop:
+            save_training(self, "ckpt.pt")
+            self.start_clock()
+            stop = self.asked_to_stop()  # during the evaluation
+        self.say(line)  # last, since nobody may be there to read it
+        if stop:
+            self.finish()
+
+    def finish(self):
+        """Draw curves.png. A run that was asked to stop ends here."""
+        self.interrupts.close()
+        if self.is_main_process:
+            draw_curves(self)
+        if self.interrupts.asked or self.step < self.max_steps:
+            data_dir = self.options.data_dir
+            data_dir = f" --data_dir={data_dir}" if data_dir != Options.data_dir else ""
             self.say(f"stopped after step {self.step}, saved; go on with: python train.py {self.name} "
                      f"--out_dir={self.out}{data_dir} --resume")
-            sys.exit(128 + (self.asked or signal.SIGTERM))
+            sys.exit(128 + (self.interrupts.asked or signal.SIGTERM))
 
-    def ask(self, number):
-        """Stop after this step, since the signal `number` asks for it; the second time at once, with nothing saved."""
-        if self.asked and not self.speaking:
-            raise KeyboardInterrupt
-        self.asked = self.asked or number
-        if self.speaking:  # perhaps into a pipe that nobody empties: give that line up
-            raise BlockingIOError
-        if sys.stdout.isatty():
-            self.say(" stopping: saving first (again: at once, keeping the last checkpoint)")
+    def say(self, text):
+        """Print a line, in the main process only."""
+        if self.is_main_process and text:
+            self.interrupts.say(text)
 
     def asked_to_stop(self):
         """Whether any of the processes was."""
-        return self.mean(torch.tensor(float(self.asked))) > 0  # on the CPU: nothing waits for the device
+        return self.mean(torch.tensor(float(self.interrupts.asked))) > 0  # on the CPU: nothing waits for the device
+
+    def mean(self, value):
+        """A scalar tensor, averaged over the processes, as a float."""
+        if self.world > 1:
+            value = value.detach().clone()
+            dist.all_reduce(value)
+            value = value / self.world
+        return float(value)
 
     def to_device(self, batch):
         """This process's rows of a batch (idx, targets)."""
@@ -1206,165 +1294,139 @@ class Run:
         parts = [part for i in indices for part in micro_batches(self.data, split, i)]
         num_targets = sum(int((targets >= 0).sum()) for _, targets in parts) / len(parts) / self.world
         for part in parts:
-            yield *self.to_device(part), num_targets
-
-    def batches(self):
-        """This step's micro-batches."""
-        for idx, targets, num_targets in self.share_out("train", [self.step - 1]):
-            self.tokens += idx.numel() * self.world
+            idx, targets = self.to_device(part)
             yield idx, targets, num_targets
-
-    def autocast(self):
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
-
-    def backward(self, loss, metrics):
-        """Gradients of this micro-batch's share of the step's loss."""
-        share = 1 / self.options.grad_accum
-        (loss * share).backward()
-        self.loss = self.loss + loss.detach() * share
-        self.metrics = {k: self.metrics.get(k, 0.0) + v.detach() * share for k, v in metrics.items()}
-
-    def update(self):
-        """Average the gradients over the processes, clip them, step the optimisers. Nothing here waits for the device."""
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        if self.world > 1:  # a loop's weights have their gradients only at the very end: there is nothing to overlap
-            flat = torch.cat([p.grad.flatten() for p in parameters])
-            dist.all_reduce(flat)
-            for p, grad in zip(parameters, flat.div_(self.world).split([p.numel() for p in parameters])):
-                p.grad.copy_(grad.view_as(p))
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.options.grad_clip or math.inf)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        bad = ~torch.isfinite(self.loss + norm) & (self.bad_step == 0)
-        self.bad_step = torch.where(bad, torch.full_like(self.bad_step, self.step), self.bad_step)
 
     @torch.no_grad()
     def evaluate(self):
         """Mean loss, over targets, and metrics of the validation rows, as val_* columns."""
         self.model.eval()
-        total, n = collections.Counter(), self.options.eval_batches
-        for idx, targets, num_targets in self.share_out("val", range(n)):
+        totals = collections.Counter()
+        for idx, targets, num_targets in self.share_out("val", range(self.options.eval_batches)):
             with self.autocast():
                 loss, metrics = self.model.loss(idx, targets, num_targets=num_targets)
             for name, value in {"loss": loss, **metrics}.items():
-                total[f"val_{name}"] += self.mean(value) / (n * self.options.grad_accum)
+                totals[f"val_{name}"] += self.mean(value) / (self.options.eval_batches * self.options.grad_accum)
         self.model.train()
-        return dict(total)
+        return dict(totals)
 
-    def mean(self, value):
-        """A scalar tensor, averaged over the processes, as a float."""
-        if self.world > 1:
-            value = value.detach().clone()
-            dist.all_reduce(value)
-            value = value / self.world
-        return float(value)
+    def start_clock(self):
+        """From here on speed is measured."""
+        self.clock = self.step, self.tokens, time.perf_counter()
 
     def log(self, evaluate):
         """Write a row of log.csv; return it as a line. UserError if a loss or a gradient was not finite."""
         if self.bad_step:
             advice = "try a lower --lr" if self.bad_step > 1 else "no update was made before, so it is not --lr"
-            kept = f"; {self.out} keeps its last good checkpoint" * (self.out / "ckpt.pt").exists()
+            kept = f"; {self.out} keeps its last good checkpoint" if (self.out / "ckpt.pt").exists() else ""
             raise UserError(f"the loss or its gradient was not finite at step {int(self.bad_step)}: {advice}{kept}")
-        row, line = {"step": self.step, "tokens": self.tokens}, f"step {self.step:>6}/{self.max_steps}"
-        if self.step > self.mark[0]:
-            row |= {"train_loss": self.mean(self.loss), **{name: self.mean(v) for name, v in self.metrics.items()}}
-            step, tokens, clock = self.mark
+        row = {"step": self.step, "tokens": self.tokens}
+        line = f"step {self.step:>6}/{self.max_steps}"
+        step, tokens, clock = self.clock
+        if self.step > step:
             seconds = time.perf_counter() - clock
-            row |= {"lr": self.optimizers[0].param_groups[0]["lr"], "tokens_per_sec": (self.tokens - tokens) / seconds}
+            row["train_loss"] = self.mean(self.loss)
+            row |= {name: self.mean(value) for name, value in self.metrics.items()}
+            row["lr"] = self.optimizers[0].param_groups[0]["lr"]
+            row["tokens_per_sec"] = (self.tokens - tokens) / seconds
             row["mfu"] = self.model.flops_per_token() * row["tokens_per_sec"] / self.peak
             left = int((self.max_steps - self.step) * seconds / (self.step - step))
-            line += f"  loss {row['train_loss']:.4f}" + "".join(f"  {k} {row[k]:.3g}" for k in self.show if k in row)
+            line += f"  loss {row['train_loss']:.4f}"
+            line += "".join(f"  {name} {row[name]:.3g}" for name in self.show if name in row)
             line += f"  {row['tokens_per_sec']:,.0f} tok/s  mfu {row['mfu']:.1%}  {left // 60}:{left % 60:02} left"
         if evaluate:
-            row |= self.evaluate()
-            line += f"  val {row['val_loss']:.4f}" + "".join(
-                f"  {k} {row[k]:.4g}" for k in self.show if k in row and k.startswith("val_"))
+            measured = self.evaluate()
+            row |= measured
+            line += f"  val {row['val_loss']:.4f}"
+            line += "".join(f"  {name} {measured[name]:.4g}" for name in self.show if name in measured)
         self.rows.append(row)
-        if self.first:
+        if self.is_main_process:
             write_csv(self.out / "log.csv", self.rows)
             if evaluate and row["val_loss"] < self.best:
                 self.best = row["val_loss"]
-                self.save("best.pt")
-        self.mark = self.step, self.tokens, time.perf_counter()
+                save_training(self, "best.pt")
+        self.start_clock()
         return line
 
-    def save(self, name):
-        """best.pt: weights, config, tokenizer. ckpt.pt: also all that --resume needs to go on bit for bit."""
-        state = self.record | {"given": self.record["config"], "config": vars(self.config), "step": self.step,
-                               "tokenizer": self.data.tokenizer.spec, "text": getattr(self.data, "digest", None),
-                               "max_steps": self.max_steps, "best": self.best, "weights": self.model.state_dict()}
-        if name == "ckpt.pt":
-            rng = [torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None]
-            every_rng = [rng] * self.world
-            if self.world > 1:
-                dist.all_gather_object(every_rng, rng)
-            state |= {"optimizers": [o.state_dict() for o in self.optimizers], "tokens": self.tokens, "rng": every_rng}
-        if self.first:
-            with whole_file(self.out / name) as f:
-                try:
-                    torch.save(state, f)
-                except RuntimeError as error:  # torch's own, which hides the disk's
-                    reason = error.__context__ or str(error).splitlines()[0]
-                    raise OSError(f"{self.out / name} cannot be written: {reason}") from None
 
-    def load(self):
-        """Go on from ckpt.pt: everything that `save` put there, and the rows of log.csv up to its step."""
-        ckpt = load_checkpoint(self.out, self.name)
-        with restoring(f"{self.out}/ckpt.pt does not fit {self.name}.py and these options; resume it as it was, or "
-                       f"choose another --out_dir"):
-            text = getattr(self.data, "digest", None)
-            there = ckpt["config"] | {"optimizer": ckpt["options"]["optimizer"], "text": ckpt.get("text", text)}
-            here = vars(self.config) | {"optimizer": self.options.optimizer, "text": text}
-            changed = [f"{k}: {there.get(k)} there, {v} here" for k, v in here.items() if there.get(k) != v]
-            if changed or ckpt["tokenizer"] != self.data.tokenizer.spec:
-                raise ValueError("; ".join(changed) or "another tokenizer")
-            if ckpt["step"] > self.max_steps:
-                raise ValueError(f"step {ckpt['step']} there, --max_steps={self.max_steps} here")
-            self.model.load_state_dict(ckpt["weights"])
-            for optimizer, state in zip(self.optimizers, ckpt["optimizers"], strict=True):  # rates: the command line's
-                optimizer.load_state_dict(state | {"param_groups": optimizer.state_dict()["param_groups"]})
-                moments = [(m.shape, p.shape) for p, of_p in optimizer.state.items() for m in of_p.values() if m.ndim]
-                if not moments or any(m != p for m, p in moments):
-                    raise ValueError("the optimizer's state is of another model")
-            check_value("tokens", ckpt["tokens"], Seed)
-            self.step, self.tokens, self.best = ckpt["step"], ckpt["tokens"], ckpt["best"]
-            for cpu, cuda in ckpt["rng"][self.rank:self.rank + 1]:
-                torch.set_rng_state(cpu)
-                if cuda is not None and self.device.type == "cuda":
-                    torch.cuda.set_rng_state(cuda, self.device)
-            if len(ckpt["rng"]) != self.world:
-                self.say(f"warning: {len(ckpt['rng'])} processes there, {self.world} here: random numbers, as dropout's, "
-                         f"go on otherwise than they would have")
-            was, now = ckpt["optimizers"][0]["param_groups"][0]["lr"], schedule(self.options, self.step, self.max_steps)
-            if was != now * self.options.lr:
-                self.say(f"warning: the learning rate of step {self.step} was {was:.2g} there and is "
-                         f"{now * self.options.lr:.2g} here: it goes on from that")
-        log = self.out / "log.csv"
-        rows = [row for row in read_csv(log) if "step" in row and not any(isinstance(v, str) for v in row.values())]
-        self.rows = [row for row in rows if row["step"] <= self.step]
-        if not self.rows or self.rows[-1]["step"] != self.step:
-            self.rows = []
-            if self.first and log.exists():
-                os.replace(log, log.with_name("log.csv.old"))
-                self.say(f"warning: {log} is damaged: kept as log.csv.old, and a new one begins")
-        self.say(f"resuming after step {self.step}")
+def save_training(run, name):
+    """best.pt: weights, config, tokenizer. ckpt.pt: also all that --resume needs to go on bit for bit."""
+    state = run.record | {"given": run.record["config"], "config": vars(run.config), "step": run.step,
+                           "tokenizer": run.data.tokenizer.spec, "text": getattr(run.data, "digest", None),
+                           "max_steps": run.max_steps, "best": run.best, "weights": run.model.state_dict()}
+    if name == "ckpt.pt":
+        rng = [torch.get_rng_state(), torch.cuda.get_rng_state(run.device) if run.device.type == "cuda" else None]
+        every_rng = [rng] * run.world
+        if run.world > 1:
+            dist.all_gather_object(every_rng, rng)
+        state |= {"optimizers": [o.state_dict() for o in run.optimizers], "tokens": run.tokens, "rng": every_rng}
+    if run.is_main_process:
+        with whole_file(run.out / name) as f:
+            try:
+                torch.save(state, f)
+            except RuntimeError as error:  # torch's own, which hides the disk's
+                reason = error.__context__ or str(error).splitlines()[0]
+                raise OSError(f"{run.out / name} cannot be written: {reason}") from None
 
-    def draw_curves(self):
-        """curves.png: training and validation loss, and one panel per quantity of the script's SHOW."""
-        if not self.first:
-            return
-        panels = [("train_loss", "val_loss"), *((name,) for name in self.show if any(name in r for r in self.rows))]
-        figure, axes = new_figure(len(panels))
-        for axis, names in zip(axes, panels):
-            for name in names:
-                points = [(r["step"], r[name]) for r in self.rows if name in r]
-                axis.plot(*zip(*points), label=name)
-            log = len(names) == 1 and any(r.get(names[0], 0) > 0 for r in self.rows)
-            axis.set(xlabel="step", ylabel=", ".join(names), yscale="log" if log else "linear")
-            axis.legend()
-        figure.suptitle(f"{self.name}-{self.preset}")
-        figure.savefig(self.out / "curves.png", dpi=120)
+
+def load_training(run):
+    """Go on from ckpt.pt: everything that save_training put there, and the rows of log.csv up to its step."""
+    ckpt = load_checkpoint(run.out, run.name)
+    with restoring(f"{run.out}/ckpt.pt does not fit {run.name}.py and these options; resume it as it was, or "
+                   f"choose another --out_dir"):
+        text = getattr(run.data, "digest", None)
+        there = ckpt["config"] | {"optimizer": ckpt["options"]["optimizer"], "text": ckpt.get("text", text)}
+        here = vars(run.config) | {"optimizer": run.options.optimizer, "text": text}
+        changed = [f"{k}: {there.get(k)} there, {v} here" for k, v in here.items() if there.get(k) != v]
+        if changed or ckpt["tokenizer"] != run.data.tokenizer.spec:
+            raise ValueError("; ".join(changed) or "another tokenizer")
+        if ckpt["step"] > run.max_steps:
+            raise ValueError(f"step {ckpt['step']} there, --max_steps={run.max_steps} here")
+        run.model.load_state_dict(ckpt["weights"])
+        for optimizer, state in zip(run.optimizers, ckpt["optimizers"], strict=True):  # rates: the command line's
+            optimizer.load_state_dict(state | {"param_groups": optimizer.state_dict()["param_groups"]})
+            moments = [(m.shape, p.shape) for p, of_p in optimizer.state.items() for m in of_p.values() if m.ndim]
+            if not moments or any(m != p for m, p in moments):
+                raise ValueError("the optimizer's state is of another model")
+        check_value("tokens", ckpt["tokens"], Seed)
+        run.step, run.tokens = ckpt["step"], ckpt["tokens"]
+        if all(ckpt["options"][k] == getattr(run.options, k) for k in ("batch_size", "grad_accum", "eval_batches")):
+            run.best = ckpt["best"]  # else of other validation rows, which tell nothing of these
+        for cpu, cuda in ckpt["rng"][run.rank:run.rank + 1]:
+            torch.set_rng_state(cpu)
+            if cuda is not None and run.device.type == "cuda":
+                torch.cuda.set_rng_state(cuda, run.device)
+        if len(ckpt["rng"]) != run.world:
+            run.say(f"warning: {len(ckpt['rng'])} processes there, {run.world} here: random numbers, as dropout's, "
+                     f"go on otherwise than they would have")
+        was, now = ckpt["optimizers"][0]["param_groups"][0]["lr"], schedule(run.options, run.step, run.max_steps)
+        if was != now * run.options.lr:
+            run.say(f"warning: the learning rate of step {run.step} was {was:.2g} there and is "
+                     f"{now * run.options.lr:.2g} here: it goes on from that")
+    log = run.out / "log.csv"
+    rows = [row for row in read_csv(log) if "step" in row and not any(isinstance(v, str) for v in row.values())]
+    run.rows = [row for row in rows if row["step"] <= run.step]
+    if not run.rows or run.rows[-1]["step"] != run.step:
+        run.rows = []
+        if run.is_main_process and log.exists():
+            os.replace(log, log.with_name("log.csv.old"))
+            run.say(f"warning: {log} is damaged: kept as log.csv.old, and a new one begins")
+    run.say(f"resuming after step {run.step}")
+
+
+def draw_curves(run):
+    """curves.png: training and validation loss, and one panel per quantity of the script's SHOW."""
+    panels = [("train_loss", "val_loss"), *((name,) for name in run.show if any(name in r for r in run.rows))]
+    figure, axes = new_figure(len(panels))
+    for axis, names in zip(axes, panels):
+        for name in names:
+            points = [(r["step"], r[name]) for r in run.rows if name in r]
+            axis.plot(*zip(*points), label=name)
+        log = len(names) == 1 and any(r.get(names[0], 0) > 0 for r in run.rows)
+        axis.set(xlabel="step", ylabel=", ".join(names), yscale="log" if log else "linear")
+        axis.legend()
+    figure.suptitle(f"{run.name}-{run.preset}")
+    figure.savefig(run.out / "curves.png", dpi=120)
 
 
 def perplexity(ce):
@@ -1686,6 +1748,8 @@ def launch(name, module, preset, given):
             else:
                 advice = "halve --batch_size and double --grad_accum, which trains the same"
             raise UserError(f"out of memory: {advice}") from None
+        finally:
+            run.interrupts.close()
 
 
 def sweep(module, preset, given, sweep_name, conditions, report, seeds):
