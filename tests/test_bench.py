@@ -118,17 +118,21 @@ def test_cuda_compiled_equals_eager(name, monkeypatch):
 @pytest.mark.parametrize("name", TINY)
 def test_cuda_never_waits_inside_a_step(name, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "compute_chunk", train.compute_chunk)
-    module, steps, updates = sys.modules[bench.CLASSES[name].__module__], train.Run.steps, []
+    module, updates = sys.modules[bench.CLASSES[name].__module__], []
+    begin_step, end_step = train.Run.begin_step, train.Run.end_step
 
-    def watched_steps(run):
-        for step in steps(run):
-            if DEVICE.type == "cuda":
-                torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")  # the first ones compile
-            yield step
-            updates.append(step)
-            if DEVICE.type == "cuda":
-                torch.cuda.set_sync_debug_mode("default")  # between steps the run logs and evaluates
-    monkeypatch.setattr(train.Run, "steps", watched_steps)
+    def watched_begin(run):
+        begin_step(run)
+        if DEVICE.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error" if run.step > 2 else "default")  # the first ones compile
+
+    def watched_end(run):
+        if DEVICE.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")  # between steps the run logs and evaluates
+        updates.append(run.step)
+        end_step(run)
+    monkeypatch.setattr(train.Run, "begin_step", watched_begin)
+    monkeypatch.setattr(train.Run, "end_step", watched_end)
     try:
         train.launch(name, module, TINY[name][0], dict(
             out_dir=str(tmp_path / "run"), data_dir=str(tmp_path / "data"), max_steps=6, eval_batches=1, device=DEVICE.type))

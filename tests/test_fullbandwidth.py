@@ -593,8 +593,9 @@ def test_resuming_makes_the_same_draws(tmp_path):
     arguments = ["fullbandwidth", *TINY, "--feedback_from=0", "--mix=0.4,0.3,0.3"]
     train.main([*arguments, f"--out_dir={tmp_path}/whole"])
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        update = train.Run.update
-        patch.setattr(train.Run, "update", lambda run: (update(run), run.step == 3 and run.ask(2)))
+        optimizer_step = train.Run.optimizer_step
+        patch.setattr(train.Run, "optimizer_step", lambda run, norm: (
+            optimizer_step(run, norm), run.step == 3 and run.interrupts.handle(2, None)))
         train.main([*arguments, f"--out_dir={tmp_path}/stopped"])
     train.main(["fullbandwidth", f"--out_dir={tmp_path}/stopped", "--resume"])
     whole, resumed = (train.read_csv(tmp_path / name / "log.csv") for name in ("whole", "stopped"))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-import fullbandwidth
+from experiments import blind_spot, feedback, stability
 import looped_gpt
 import train
 from test_train import (ROOT, TINY, assert_same_weights, command, config, data_dir, error_of, interrupt_after, losses,
@@ -160,9 +160,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_found(command):
 def test_a_full_disk_is_one_line(capsys, tmp_path, data_dir, monkeypatch):
     """Where torch.save itself runs into it. The whole message is torch's otherwise, and says nothing of a disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    build = train.Run.start
-    monkeypatch.setattr(train.Run, "start", lambda run, model: (
-        build(run, model), resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard)))[0])
+    monkeypatch.setattr(train, "compile_blocks", lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard)))
     try:
         error = error_of(capsys, "looped_gpt", *TINY, f"--data_dir={data_dir}", f"--out_dir={tmp_path}/run")
     finally:
@@ -303,7 +301,7 @@ def test_ctrl_c_in_a_conditions_last_evaluation_ends_the_sweep(tmp_path, data_di
     monkeypatch.setattr(train.Run, "evaluate", lambda run: (
         run.step == 2 and signal.raise_signal(signal.SIGINT), evaluate(run))[1])
     with pytest.raises(SystemExit) as exit:
-        train.main(["looped_gpt", *TINY, "--max_steps=2", f"--data_dir={data_dir}", "--sweep=table1", f"--out_dir={tmp_path}"])
+        blind_spot.main(["table1", *TINY, "--max_steps=2", f"--data_dir={data_dir}", f"--out_dir={tmp_path}"])
     assert exit.value.code == 130 and [p.name for p in tmp_path.iterdir()] == ["terminal+rmsnorm-seed42"]
     assert train.load_checkpoint(tmp_path / "terminal+rmsnorm-seed42", "looped_gpt")["step"] == 2
 
@@ -311,7 +309,7 @@ def test_ctrl_c_in_a_conditions_last_evaluation_ends_the_sweep(tmp_path, data_di
 def test_a_sweep_refuses_what_its_conditions_set_themselves(tmp_path, capsys):
     for sweep, argument in (("ablation", "--dataset=python-docs"), ("normalization", "--dataset=python-docs"),
                             ("ablation", "--loop_sampling=poisson"), ("optimizer", "--schedule=wsd")):
-        error = error_of(capsys, "stars", f"--sweep={sweep}", argument, f"--out_dir={tmp_path}/sweep")
+        error = error_of(capsys, sweep, argument, f"--out_dir={tmp_path}/sweep", main=stability.main)
         assert f"{argument}: the sweep sets" in error and not (tmp_path / "sweep").exists()
 
 
@@ -319,5 +317,5 @@ def test_a_window_of_one_token_is_diagnosed(tmp_path, data_dir, capsys):
     train.main(["fullbandwidth", "--n_layer=1", "--n_head=1", "--n_kv_head=1", "--n_embd=16", "--mlp_width=16",
                 "--block_size=1", "--batch_size=4", "--eval_batches=1", "--max_steps=1", "--device=cpu", "--compile=off",
                 f"--data_dir={data_dir}", f"--out_dir={tmp_path}/run"])
-    fullbandwidth.main([f"{tmp_path}/run", f"--data_dir={data_dir}"])
+    feedback.main([f"{tmp_path}/run", f"--data_dir={data_dir}"])
     assert "1,000 tokens" in capsys.readouterr().out

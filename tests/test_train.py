@@ -200,9 +200,9 @@ def test_a_finished_run_whose_log_is_gone_is_evaluated_again(command):
 def interrupt_after(step, command, *arguments, out):
     """Press Ctrl-C while the given step runs."""
     with pytest.MonkeyPatch.context() as patch:
-        update = train.Run.update
-        patch.setattr(train.Run, "update",
-                      lambda run: (run.step == step and signal.raise_signal(signal.SIGINT), update(run)))
+        optimizer_step = train.Run.optimizer_step
+        patch.setattr(train.Run, "optimizer_step", lambda run, norm: (
+            run.step == step and signal.raise_signal(signal.SIGINT), optimizer_step(run, norm)))
         with pytest.raises(SystemExit) as exit:
             command(*arguments, out=out)
         assert exit.value.code == 130
