@@ -348,8 +348,7 @@ def map_blocks(function, text):
 class Tokenizer:
     """A list of types. char: one token per character, and an unknown one is an error. regex: the paper's (arXiv
     2606.24898), runs of white space, words, single other characters; an unknown one becomes <unk>, and is lost."""
-    patterns = {"char": re.compile(r"(?s)."), "regex": re.compile(r"\s+|[A-Za-z0-9_]+|[^\w\s]|\w"),  # |\w: beyond ASCII
-                "words": re.compile(r"\n| ?\w+| ?[^\w\s]+")}  # statetrack's programs
+    patterns = {"char": re.compile(r"(?s)."), "regex": re.compile(r"\s+|[A-Za-z0-9_]+|[^\w\s]|\w")}  # |\w: beyond ASCII
     specials, eos, template, ends = ["<pad>", "<bos>", "<eos>", "<unk>"], None, None, ()
 
     def __init__(self, name, vocab):
@@ -626,81 +625,6 @@ class TextData:
         positions = self.starts(split, i)[:, None] + np.arange(self.T + 1)
         rows = torch.from_numpy(self.tokens[split][positions].astype(np.int64))
         return rows[:, :-1], rows[:, 1:]
-
-
-class StateTrackData:
-    """The state-tracking tasks of arXiv 2608.08888, appendix F: short programs, then a question about their state.
-
-        completion  required = 4 | completed = 9 | scratch = 7 | size x (scratch += 0) | Status: more
-        memory      state = 1 | scratch = 0 | 5 x (scratch ^= 0 or 1) | size x (scratch += 0) | # final state: one
-        registers   writes x (r3 = 0 or 1), of `size` registers | 8 x (scratch += 0) | query = r3 | Value: 1
-
-    (| stands for a line's end.) A token is a word or a sign. Targets are -1 except at the answer, the last token.
-
-    The validation split's programs are held out by a hash of what they are about, whatever their size: of memory the five
-    xors, of registers all lines, of completion each of the two numbers with the scratch, (required, scratch) and
-    (completed, scratch). Both must be held out there, and neither in training. Pairs of numbers would not do: all nine
-    pairs of a number share its equal programs. Nor would whole programs: a number and a scratch whose equal program is
-    held out would always be unequal in training, which gives the answer away.
-    """
-    answers = {"completion": (" more", " done"), "memory": (" zero", " one"), "registers": (" 0", " 1")}
-    sizes = {"completion": (0, 8, 32, 128, 256), "memory": (0, 8, 32, 128, 256), "registers": (1, 2, 4, 8)}
-    vocab = ["<pad>", "\n", ":", "#", " =", " +=", " ^=", *(f" {i}" for i in range(10)), *(f"r{i}" for i in range(8)),
-             *(f" r{i}" for i in range(8)), "required", "completed", "scratch", "state", "query", "Status", "Value",
-             " final", " state", " done", " more", " zero", " one"]
-
-    def __init__(self, options, config):
-        self.options, self.tokenizer, self.vocab_size = options, Tokenizer("words", self.vocab), len(self.vocab)
-        length = lambda task, size: len(self.tokenizer.encode(self.program("val", task, 0, size)[0]))
-        self.T = max(config.block_size, length("registers", 8))
-        self.fitting = {task: [size for size in sizes if length(task, size) <= self.T] for task, sizes in self.sizes.items()}
-        self.steps_per_epoch = max(1, 1_000_000 // options.step_rows)
-
-    @staticmethod
-    def held_out(about):
-        """Whether a text falls into the validation split's share of all texts, two in five."""
-        return hashlib.sha256(about.encode()).digest()[0] % 5 < 2
-
-    def program(self, split, task, i, size, writes=16):
-        """Program i of a split and a task, (text up to the colon, label: which of the two answers, group). The programs of
-        a group share what a probe could learn by heart, a pair of numbers or the xors: folds must not divide it."""
-        versions = {"completion": 4, "memory": 2, "registers": 1}[task]
-        rng = np.random.default_rng([size, i // versions])
-        while True:
-            text, label, group, about = self.draw(rng, task, i % versions, size, writes)
-            if {self.held_out(part) for part in about} == {split != "train"}:
-                return text, label, group
-
-    @staticmethod
-    def draw(rng, task, version, size, writes):
-        """One of a task's programs at random, (text, label, group, texts that say what it is about)."""
-        noops = "scratch += 0\n" * (8 if task == "registers" else size)
-        if task == "completion":
-            (a, b), scratch = rng.choice(10, 2, replace=False), rng.integers(10)
-            required, completed = ((a, a), (a, b), (b, a), (b, b))[version]
-            text = f"required = {required}\ncompleted = {completed}\nscratch = {scratch}\n{noops}Status:"
-            about = f"{a} with {scratch}", f"{b} with {scratch}"  # of all four versions
-            return text, int(required == completed), f"{min(a, b)} {max(a, b)}", about
-        if task == "memory":
-            xors = "".join(f"scratch ^= {bit}\n" for bit in rng.integers(0, 2, 5))
-            return f"state = {version}\nscratch = 0\n{xors}{noops}# final state:", version, xors, (xors,)
-        order, bits, query = rng.permutation(np.arange(writes) % size), rng.integers(0, 2, writes), rng.integers(size)
-        lines = "".join(f"r{register} = {bit}\n" for register, bit in zip(order, bits))
-        text = f"{lines}{noops}query = r{query}\nValue:"
-        return text, int(bits[order == query][-1]), text, (text,)
-
-    def batch(self, split, i):
-        """Each row a random program of a random task, of a size that fits into T tokens."""
-        n, rng = self.options.step_rows, stream(self.options, split, i)
-        idx, targets = torch.zeros(n, self.T, dtype=torch.int64), torch.full((n, self.T), -1)
-        for row in range(n):
-            task = rng.choice(list(self.sizes))
-            size = rng.choice(self.fitting[task])
-            text, label, _ = self.program(split, task, int(rng.integers(1 << 40)), int(size))
-            tokens = self.tokenizer.encode(text)
-            idx[row, :len(tokens)] = torch.tensor(tokens)
-            targets[row, len(tokens) - 1] = self.tokenizer.ids[self.answers[task][label]]
-        return idx, targets
 
 
 SYSTEM = "You are a helpful assistant who reasons carefully before giving the answer."  # of every chat

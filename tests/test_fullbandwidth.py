@@ -1,5 +1,7 @@
 """The claims of arXiv 2608.08888, and fullbandwidth.py against naive references, in float64 where it matters."""
-import contextlib, itertools, math, re, zipfile
+import contextlib, math, re, zipfile
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,14 +106,14 @@ def test_passes_equal_the_naive_model():
     model, idx, _ = small()
     w = model.state_dict()
     for row in range(2):
-        for ours, naive in zip(model.passes(idx, 3), naive_passes(w, model.config, idx[row], 3), strict=True):
+        for ours, naive in zip(model.states(idx, 3), naive_passes(w, model.config, idx[row], 3), strict=True):
             torch.testing.assert_close(ours[row], naive, rtol=1e-10, atol=1e-10)
 
 
 def test_pass_k_is_the_sequential_recurrence_at_every_position_up_to_k():
     model, idx, _ = small()
     exact = naive_recurrence(model.state_dict(), model.config, idx[0])
-    for k, h in enumerate(model.passes(idx, 12), 1):
+    for k, h in enumerate(model.states(idx, 12), 1):
         torch.testing.assert_close(h[0, :k], exact[:k], rtol=1e-10, atol=1e-10)
         if k < 12:
             assert (h[0, k] - exact[k]).abs().max() > 1e-6  # and not before
@@ -133,8 +135,8 @@ def test_the_other_fusions_leave_the_token_when_the_state_is_dropped():
         torch.testing.assert_close(dropped, e if fusion == "add" else model.W_G.weight @ e)
 
 
-@pytest.mark.parametrize("passes", [1, 2, 3])
-def test_loss_is_equation_12_and_its_gradients_run_through_every_pass(passes, monkeypatch):
+@pytest.mark.parametrize("num_passes", [1, 2, 3])
+def test_loss_is_equation_12_and_its_gradients_run_through_every_pass(num_passes, monkeypatch):
     monkeypatch.setitem(train.CHUNK, "cpu", 31 * 7)  # several chunks, the last one short
     model, idx, targets = small(block_size=6)
     idx, targets = idx[:2, :6], targets[:2, :6].clone()
@@ -142,19 +144,19 @@ def test_loss_is_equation_12_and_its_gradients_run_through_every_pass(passes, mo
     model.train()
     model.config.jitter, model.config.prefix_mix = 0.0, False
     w = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    states = [naive_passes(w, model.config, row, passes) for row in idx]
+    states = [naive_passes(w, model.config, row, num_passes) for row in idx]
     ces = []
-    for k in range(passes):
+    for k in range(num_passes):
         log_p = (torch.stack([s[k] for s in states]) @ w["wte.weight"].T).log_softmax(-1)
         ces.append(-log_p.gather(-1, targets.clamp_min(0)[..., None])[targets >= 0].mean())
-    expected = ces[0] + (sum(ces[1:]) / (passes - 1) if passes > 1 else 0)
-    loss, metrics = model.loss(idx, targets, passes)
+    expected = ces[0] + (sum(ces[1:]) / (num_passes - 1) if num_passes > 1 else 0)
+    loss, metrics = model.loss(idx, targets, num_passes)
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(torch.stack(list(metrics.values())), torch.stack(ces).detach())
     loss.backward()
     expected.backward()
     for name, p in model.named_parameters():
-        if passes == 1 and name in ("W_U.weight", "W_G.weight"):
+        if num_passes == 1 and name in ("W_U.weight", "W_G.weight"):
             assert p.grad is None
         else:
             torch.testing.assert_close(p.grad, w[name].grad, rtol=1e-8, atol=1e-10, msg=name)
@@ -164,7 +166,7 @@ def test_feedback_does_not_cross_document_boundaries():
     model, idx, _ = small(document_end=30)
     idx = idx % 30
     idx[:, 5] = 30  # the second document begins at position 6
-    h, e = model.passes(idx, 1)[0].detach().requires_grad_(), model.embed(idx)
+    h, e = model.states(idx, 1)[0].detach().requires_grad_(), model.embed(idx)
     x = model.feedback(h, e, model.plain(idx))
     assert (x == e).all(-1).sum(0).tolist() == [3 if t in (0, 6) else 0 for t in range(12)]  # of 3 rows
     x[:, 6].sum().backward()
@@ -177,7 +179,7 @@ def test_prefix_mix_in_restores_the_first_pass_inputs_and_jitter_is_bounded():
     seen = []
     model.stack, stack = lambda x: seen.append(x) or stack(x), model.stack
     for _ in range(20):
-        model.passes(idx, 2)
+        model.states(idx, 2)
     cuts = set()
     for first, second in zip(seen[::2], seen[1::2]):
         same = (first == second).all(-1)  # (B, T)
@@ -200,10 +202,10 @@ def test_depth_scaling_keeps_the_top_state_of_order_one_as_layers_grow():
             for p in model.parameters():
                 if p.ndim == 1:
                     torch.nn.init.ones_(p)
-            residuals = []
-            model.stack(model.embed(idx), residuals=residuals)
-            assert len(residuals) == n_layer + 1
-            sizes.append(residuals[-1].square().mean().sqrt().item())
+            top = []  # the last norm's input
+            model.norm.register_forward_pre_hook(lambda module, inputs: top.append(inputs[0]))
+            model.stack(model.embed(idx))
+            sizes.append(top[0].square().mean().sqrt().item())
         assert (sizes[1] < 1.5 * sizes[0]) == depth_scale
 
 
@@ -262,7 +264,7 @@ def test_pass_counts_follow_the_schedule_and_depend_on_seed_and_step_only():
     (dict(mix="0.5,0.4"), "sum to 1"), (dict(mix="1.5,-0.5"), "sum to 1"), (dict(mix="most"), "sum to 1"),
     (dict(mix="1,0"), "the last above 0"), (dict(window=-1), "window"),
     (dict(n_embd=100, n_head=8), "not --n_head=8 times an even width"), (dict(n_kv_head=3), "--n_kv_head=3"),
-    (dict(feedback_from=1.0), "feedback_from"), (dict(digits=9), "digits"), (dict(compute_of="1,1"), "--compute_of=1,1"),
+    (dict(feedback_from=1.0), "feedback_from"), (dict(compute_of="1,1"), "--compute_of=1,1"),
     (dict(modulus=1), "modulus"), (dict(jitter=-1.0), "jitter")])
 def test_impossible_configs_are_refused(fields, message):
     with pytest.raises(UserError, match=message):
@@ -272,9 +274,9 @@ def test_impossible_configs_are_refused(fields, message):
 def test_passes_that_cannot_be_are_refused():
     model, idx, targets = small()
     with pytest.raises(UserError, match="0 passes: expected at least 1"):
-        model.passes(idx, 0)
+        model.states(idx, 0)
     with pytest.raises(UserError, match="trained with feedback"):
-        small(mix="1")[0].passes(idx, 2)
+        small(mix="1")[0].states(idx, 2)
 
 
 # Decoding
@@ -328,7 +330,7 @@ def test_decoding_a_token_copies_no_layers_cache(n_kv_head):
                     sizes.append(x.numel())
             return result
     with torch.no_grad(), Results():
-        model.stack(torch.randn(2, 1, 32).double(), cache, torch.tensor([4000, 4095]))
+        model.stack_one(torch.randn(2, 1, 32).double(), cache, torch.tensor([4000, 4095]))
     assert max(sizes) == 2 * 4096 < cache[0, 0].numel()  # the mask: 2 rows of 4,096 keys
 
 
@@ -345,9 +347,9 @@ def test_soft_decoding_with_given_tokens_is_the_sequential_recurrence():
     model, idx, _ = small()
     h = model.recurrent(idx)
     torch.testing.assert_close(h[0], naive_recurrence(model.state_dict(), model.config, idx[0]), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(h, model.passes(idx, 12)[-1], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(h, model.states(idx, 12)[-1], rtol=1e-10, atol=1e-10)
     new = model.generate(idx[:, :4].tolist(), 8, "soft", temperature=0)
-    h = model.recurrent(torch.cat([idx[:, :4], torch.tensor(new)], 1), prefill=4)
+    h = model.recurrent(torch.cat([idx[:, :4], torch.tensor(new)], 1), prompt_length=4)
     assert torch.equal(model.readout(h[:, 3:-1]).argmax(-1), torch.tensor(new))
 
 
@@ -358,7 +360,7 @@ def test_a_generated_document_starts_plain():
         new = model.generate(prompts, 9, mode, prefill_passes=2, temperature=0.05, seed=1)  # two are exact for 3 tokens
         idx = torch.cat([torch.tensor(prompts), torch.tensor(new)], 1)
         with torch.no_grad():  # by the Jacobi iteration, fused over the whole text or from the end of the prompt on
-            e, h, plain = model.embed(idx), model.passes(idx, 1)[0], model.plain(idx)
+            e, h, plain = model.embed(idx), model.states(idx, 1)[0], model.plain(idx)
             if mode == "soft":
                 plain[:, :3] = True
             for _ in range(12):
@@ -396,7 +398,7 @@ def test_pass_curve_measures_losses_and_updates_and_knows_a_fixed_point():
     model, idx, targets = small()
     curve = fullbandwidth.pass_curve(model, [(idx, targets)], (1, 2, 3, 12, 1000))
     with torch.no_grad():
-        states = model.passes(idx, 13)
+        states = model.states(idx, 13)
         ces = model.loss(idx, targets, 3)[1]
     torch.testing.assert_close(curve[:3, 0], torch.stack([ces[f"ce_{k}"] for k in (1, 2, 3)]))
     torch.testing.assert_close(curve[2, 1], (states[2] - states[1]).norm(dim=-1).mean())
@@ -418,41 +420,7 @@ def test_feedback_gains_are_those_of_the_jacobian_which_is_nilpotent():
     assert gains[4] == 0
 
 
-def test_probe_finds_what_is_linear_and_learns_no_group_by_heart():
-    groups = [str(i // 4) for i in range(200)]
-    labels = torch.tensor([i // 4 % 2 for i in range(200)])
-    labels = labels[torch.randperm(50) * 4].repeat_interleave(4)  # a label for each group, at random
-    identity = F.one_hot(torch.tensor([int(g) for g in groups])).double()
-    assert fullbandwidth.probe(identity, labels, groups) < 0.7  # a group's name says nothing about other groups
-    assert fullbandwidth.probe(identity, labels, torch.randperm(200).tolist()) > 0.95  # every row a group of its own
-    features = torch.randn(200, 8).double()
-    features[:, 3] += 6 * labels
-    assert fullbandwidth.probe(features, labels, groups) > 0.95
-
-
-def test_probe_trains_on_every_number_in_each_fold_when_pairs_are_held_out():
-    """Whether a 0 is in a pair is linear in which numbers are; folds in order hold out all pairs with a 0 at once."""
-    pairs = list(itertools.combinations(range(10), 2))
-    features = torch.tensor([[float(number in pair) for number in range(10)] for pair in pairs])
-    labels = torch.tensor([int(0 in pair) for pair in pairs])
-    assert fullbandwidth.probe(features, labels, [f"{a} {b}" for a, b in pairs]) == 1
-
-
-def test_recurrent_prefill_hands_the_last_token_a_state_that_standard_prefill_keeps_from_it():
-    data = train.StateTrackData(train.Options(), Config())
-    model, *_ = small(torch.float32, vocab_size=data.vocab_size, block_size=102, window=0)
-    texts, labels, groups = zip(*(data.program("val", "memory", i, 0) for i in range(64)))
-    idx = torch.tensor([data.tokenizer.encode(text) for text in texts])
-    table = fullbandwidth.probe_depths(model, idx, torch.tensor(labels), groups, (0, 1, None))
-    assert table.shape == (3, 4)
-    assert abs(table[0, 0] - 0.5) < 0.01  # the input at the last token is the same for every program
-    for last, differs in ((0, False), (1, True), (idx.shape[1] - 1, True)):
-        residuals = []
-        model.recurrent(idx[:2], idx.shape[1] - last, residuals)
-        assert (residuals[0][0, -1] - residuals[0][1, -1]).abs().max().gt(0) == differs
-
-
-# The tasks
+# The task
 
 def test_running_sums_are_right_at_every_position_for_any_modulus_and_length():
     for modulus, length in ((2, 5), (3, 33), (40, 64)):
@@ -466,104 +434,9 @@ def test_running_sums_are_right_at_every_position_for_any_modulus_and_length():
         assert not torch.equal(data.batch("train", 4)[0], idx)
 
 
-def execute(text):
-    """What a statetrack program answers."""
-    state = {}
-    for line in text.splitlines():
-        name, _, value = line.partition(" = ")
-        if line.startswith("scratch "):
-            continue
-        if line == "Status:":
-            return " done" if state["required"] == state["completed"] else " more"
-        if line == "# final state:":
-            return {"0": " zero", "1": " one"}[state["state"]]
-        if line == "Value:":
-            return f" {state[state['query']]}"
-        state[name] = value
-
-
-def test_statetrack_answers_are_what_the_programs_compute():
-    data = train.load_data(train.Options(dataset="statetrack", batch_size=60), Config(block_size=150))
-    idx, targets = data.batch("train", 0)
-    questions = set()
-    for row, answer in zip(idx, targets):
-        at, = (answer >= 0).nonzero()[:, 0]
-        text = data.tokenizer.decode(row[:at + 1].tolist())
-        assert data.tokenizer.decode([answer[at].item()]) == execute(text) and not row[at + 1:].any()
-        questions.add((text.splitlines()[-1], text.count("scratch += 0")))
-    assert questions >= {("Status:", 0), ("Status:", 32), ("# final state:", 8), ("Value:", 8)}
-
-
-def statetrack_programs(data, split, n):
-    """{task: program texts of all sizes, no-ops left out}, of the first n programs; registers short enough to repeat."""
-    cases = {"completion": (8, 32), "memory": (8, 32), "registers": (1,)}
-    return {task: {data.program(split, task, i, size, 8)[0].replace("scratch += 0\n", "")
-                   for size in sizes for i in range(n)} for task, sizes in cases.items()}
-
-
-def test_no_training_batch_contains_a_program_that_the_evaluation_uses():
-    data = train.load_data(train.Options(dataset="statetrack", batch_size=32), Config(block_size=150))
-    evaluated, trained = statetrack_programs(data, "val", 1200), statetrack_programs(data, "train", 1200)
-    for task, texts in trained.items():  # nearly all that there are: 123 and 463, 22 and 42, 256 together
-        assert not texts & evaluated[task] and len(texts | evaluated[task]) > {"completion": 550}.get(task, 60)
-    for split, own, other in (("train", trained, evaluated), ("val", evaluated, trained)):
-        drawn = set()
-        for i in range(10):
-            for row, answer in zip(*data.batch(split, i)):
-                text = data.tokenizer.decode(row[:int((answer >= 0).nonzero()) + 1].tolist())
-                drawn.add(text.replace("scratch += 0\n", ""))
-        known = {text for task in ("completion", "memory") for text in own[task]}
-        assert len(drawn & known) > 30 and not drawn & set().union(*other.values())
-
-
-def test_what_is_held_out_gives_no_answer_away_and_leaves_no_number_unknown():
-    data = train.StateTrackData(train.Options(), Config())
-    for split in ("train", "val"):
-        programs = statetrack_programs(data, split, 1200)
-        numbers = [re.findall(r"\d", text) for text in programs["completion"]]
-        equal, unequal = ({(place, n[place], n[2]) for n in numbers for place in (0, 1) if (n[0] == n[1]) == same}
-                          for same in (True, False))
-        assert equal == unequal, "a number in a place, with a scratch, is equal in some programs and unequal in others"
-        assert all(len({n[place] for n in numbers}) == 10 for place in range(3))
-        bits = [re.findall(r"\d", text) for text in programs["memory"]]
-        assert all({n[place] for n in bits} == {"0", "1"} for place in (0, *range(2, 7)))
-
-
-def test_statetrack_programs_are_balanced_and_share_a_length_within_a_group():
-    data = train.StateTrackData(train.Options(), Config())
-    for task, sizes in data.sizes.items():
-        for size in sizes:
-            programs = [data.program("val", task, i, size) for i in range(400)]
-            assert len({len(data.tokenizer.encode(text)) for text, *_ in programs}) == 1
-            labels = [label for _, label, _ in programs]
-            assert labels.count(1) == 200 if task != "registers" else 160 < labels.count(1) < 240
-            if task == "completion":  # (a, a), (a, b), (b, a), (b, b)
-                assert labels[:4] == [1, 0, 0, 1] and len({group for *_, group in programs[:4]}) == 1
-    for size, writes in ((1, 16), (8, 64)):
-        text, *_ = data.program("val", "registers", 5, size, writes)
-        assert [text.count(f"r{i} = ") for i in range(size)] == [writes // size] * size
-
-
-def test_sums_are_answered_highest_digit_first_unless_told_otherwise():
-    for digits in (2, 4):
-        for reverse in (False, True):
-            config = Config(digits=digits, reversed_answers=reverse)
-            data = train.load_data(train.Options(dataset="addition", batch_size=200), config)
-            carried = set()
-            for row, target in zip(*data.batch("train", 5)):
-                text = data.tokenizer.decode(row.tolist())
-                a, b, answer = re.fullmatch(r"(\d+)\+(\d+)= (\d+)(?:§_?)?", text).groups()
-                assert answer == (str(int(a) + int(b))[::-1] if reverse else str(int(a) + int(b)))
-                assert data.tokenizer.decode(target[target >= 0].tolist()) == f" {answer}§"
-                carried.add(len(answer))
-            assert carried == {digits, digits + 1}
-
-
-def test_other_models_are_told_whose_task_it_is():
-    import looped_gpt
-    for dataset in ("running-sum", "statetrack"):
-        with pytest.raises(UserError, match="is a task of fullbandwidth"):
-            train.load_data(train.Options(dataset=dataset), looped_gpt.Config())
+def test_a_task_of_this_model_is_none_of_another():
+    with pytest.raises(UserError, match="nor a task of this model"):
+        train.load_data(train.Options(dataset="running-sum"), SimpleNamespace(block_size=8, vocab_size=8))
 
 
 # With the driver
@@ -581,7 +454,7 @@ def test_a_standard_checkpoint_lacks_the_two_new_matrices_only_and_one_pass_stay
     old, new = (train.load_model(tmp_path / name, "fullbandwidth", FullBandwidthGPT)[0] for name in ("old", "new"))
     assert new.state_dict().keys() - old.state_dict().keys() == {"W_U.weight", "W_G.weight"}
     idx = torch.randint(0, 3, (4, 16))
-    assert torch.equal(old.passes(idx, 1)[0], new.passes(idx, 3)[0])
+    assert torch.equal(old.states(idx, 1)[0], new.states(idx, 3)[0])
     for argv, message in ((["--n_layer=2"], "blocks.1.* differs"), (["--mlp_width=8"], "mlp.gate_up.weight differs"),
                           (["--modulus=5"], "wte.weight differs"), (["--init_from=nowhere"], "no such checkpoint"),
                           (["--dataset=three.txt", f"--data_dir={tmp_path}"], "another tokenizer")):
@@ -617,8 +490,8 @@ def test_a_checkpoint_from_before_the_feedback_is_a_standard_model(tmp_path):
     with pytest.raises(UserError, match="--mode=soft needs a model trained with feedback, .* saved after step 0"):
         fullbandwidth.main([str(tmp_path / "best.pt"), "--prompt=01", "--mode=soft"])
     fullbandwidth.main([str(tmp_path / "ckpt.pt"), "--prompt=01", "--mode=soft", "--max_new_tokens=2"])
-    *_, ks = fullbandwidth.load_run(tmp_path / "best.pt")
-    assert ks == (1,)
+    model, _, _, batches = fullbandwidth.load_run(tmp_path / "best.pt")
+    assert len(fullbandwidth.pass_curve(model, batches)) == 1
 
 
 def test_a_wrong_init_from_costs_no_run(tmp_path):
@@ -642,53 +515,6 @@ def test_in_wikitext_the_position_after_a_line_gets_no_feedback(tmp_path):
         assert vocabulary.vocab[model.config.document_end] == end
 
 
-# Reports on trained runs
-
-def test_running_sums_are_counted_within_and_beyond_the_trained_length(tmp_path):
-    train.main(["fullbandwidth", *TINY, "--feedback_from=0", f"--out_dir={tmp_path}"])
-    model, options, *_ = fullbandwidth.load_run(tmp_path)
-    idx, targets = fullbandwidth.RunningSumData(options, Config(block_size=32)).batch("val", 0)
-    with torch.no_grad():
-        states = model.passes(idx, 32)
-    within, beyond = fullbandwidth.running_sum(tmp_path)
-    for part, (*_, figures) in ((slice(16), within), (slice(16, 32), beyond)):
-        for h, figure in zip((states[0], states[1], states[2], states[31]), figures, strict=True):
-            right = model.readout(h).argmax(-1)[:, part] == targets[:, part]
-            assert figure == pytest.approx(right.sum().item() / right.numel())
-
-
-def test_answers_to_sums_are_judged_whole_and_end_with_the_models_own_end_mark(tmp_path, monkeypatch):
-    train.main(["fullbandwidth", *TINY, "--dataset=addition", "--digits=2", "--max_steps=1", f"--out_dir={tmp_path}"])
-    read = train.Tokenizer("char", stars.AdditionData.vocab)
-
-    def generate(model, prompts, n, mode, temperature, stop):
-        answers = [str(eval(read.decode(prompt).rstrip("="))) for prompt in prompts]
-        if mode == "soft":  # wrong in the last digit, where the first sum is
-            answers[0] = answers[0][:-1] + str((int(answers[0][-1]) + 1) % 10)
-        assert read.decode(stop) == "§" and temperature == 0
-        return [read.encode(f" {answer}" + "§" * (mode != "fused"))[:n] for answer in answers]
-    monkeypatch.setattr(FullBandwidthGPT, "generate", generate)
-    (*_, right), (*_, lengths) = fullbandwidth.addition(tmp_path, n=20)
-    assert right == [1, 0.95, 0]
-    assert lengths[0] == lengths[1] == lengths[2] + 1 and 4 <= lengths[0] <= 5  # a space, 2 or 3 digits, the end mark
-
-
-def test_probes_stand_beside_those_of_the_model_before_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(train.StateTrackData, "sizes", {"memory": (0,), "registers": (1, 2, 4, 8)})
-    arguments = ["fullbandwidth", *TINY, "--dataset=statetrack", "--feedback_from=0", "--max_steps=1"]
-    train.main([*arguments, "--lr=0", f"--out_dir={tmp_path}/same"])
-    train.main([*arguments, "--lr=0.1", f"--out_dir={tmp_path}/other"])
-    for name in ("same", "other"):
-        rows = list(fullbandwidth.statetrack(tmp_path / name, n=32))
-        assert {title for title, *_ in rows if "right" in title} == {
-            "memory, size 0: right answers", *(f"registers, size {m}, 16 writes: right answers" for m in (1, 2, 4, 8))}
-        probes = {(title, row): values.tolist() for title, _, row, values in rows if "probes" in title}
-        trained = {key: values for key, values in probes.items() if "untrained" not in key[1]}
-        assert len(trained) == 5 * 5 == len(probes) / 2
-        same = all(values == probes[title, f", untrained{row}"] for (title, row), values in trained.items())
-        assert same == (name == "same")
-
-
 # The command line
 
 def test_help_lists_every_field_with_its_meaning(capsys):
@@ -701,14 +527,24 @@ def test_help_lists_every_field_with_its_meaning(capsys):
             assert re.search(rf"--{name}[ ,].{{0,80}}\w+.*?\[", text), name
 
 
-def test_every_diagnostic_and_every_mode_of_a_trained_run(tmp_path, capsys):
+def test_a_run_prints_its_passes_and_continues_a_prompt_in_every_mode(tmp_path, capsys):
     out = tmp_path / "run"
     train.main(["fullbandwidth", *TINY, "--feedback_from=0", f"--out_dir={out}"])
     capsys.readouterr()
     fullbandwidth.main([str(out)])
-    text = capsys.readouterr().out
-    assert "validation loss of pass" in text and "contraction rate" in text and "right sums at T + 1 .. 2 T" in text
-    assert (out / "passes.png").exists()
+    title, columns, *rows = capsys.readouterr().out.splitlines()
+    assert "mix 0,0.7,0.3" in title
+    assert " ".join(columns.split()) == "pass loss update right at 1 .. 16 right at 17 .. 32"
+    model, options, _, batches = fullbandwidth.load_run(out)
+    idx, targets = fullbandwidth.RunningSumData(options, replace(model.config, block_size=32)).batch("val", 0)
+    with torch.no_grad():
+        curve, states = fullbandwidth.pass_curve(model, batches), model.states(idx, 30)
+    assert [int(row.split()[0]) for row in rows] == list(fullbandwidth.PASSES)
+    for k, row in zip(fullbandwidth.PASSES[:8], rows):
+        right = (model.readout(states[k - 1]).argmax(-1) == targets).double()
+        figures = [*curve[fullbandwidth.PASSES.index(k)], right[:, :16].mean(), right[:, 16:].mean()]
+        assert row.split()[1:] == [f"{figure:.4g}" for figure in figures]
+    assert not list(out.glob("passes.*"))
     texts = []
     for mode in fullbandwidth.MODES:
         fullbandwidth.main([str(out), "--prompt=0110", f"--mode={mode}", "--max_new_tokens=40", "--stop=2"])
@@ -721,21 +557,3 @@ def test_every_diagnostic_and_every_mode_of_a_trained_run(tmp_path, capsys):
             fullbandwidth.main([str(out), *argv])
 
 
-def test_a_sweep_reports_losses_and_updates_over_passes(tmp_path, monkeypatch):
-    conditions, report = fullbandwidth.SWEEPS["passes"]
-    few = {name: conditions[name] for name in ("standard-equal-compute", "75+22+3")}
-    monkeypatch.setitem(fullbandwidth.SWEEPS, "passes", (few, report))
-    train.main(["fullbandwidth", *TINY[:-1], "--max_steps=20", "--sweep=passes", "--seeds=1,2", f"--out_dir={tmp_path}"])
-    standard, std, fed, _, *others = train.read_csv(tmp_path / "passes.csv")
-    assert (standard["condition"], fed["condition"], std["of"], fed["seeds"]) == (*few, "spread", 2)
-    curves = []
-    for seed in (1, 2):
-        model, _, _, batches, _ = fullbandwidth.load_run(tmp_path / f"75+22+3-seed{seed}")
-        curves.append(fullbandwidth.pass_curve(model, batches))
-        log = train.read_csv(tmp_path / f"standard-equal-compute-seed{seed}" / "log.csv")
-        assert log[-1]["step"] == 46  # 20 steps of 2.3 passes in the mean
-    for i, k in enumerate(fullbandwidth.PASSES):
-        assert fed[str(k)] == pytest.approx(sum(c[i, 0].item() for c in curves) / 2, rel=1e-6)
-        assert (str(k) in standard) == (k == 1)
-    assert {r["table"] for r in others} == {"||h^(k) - h^(k-1)|| of pass", "loss of pass 2"}
-    assert (tmp_path / "passes.png").exists()
