@@ -568,14 +568,19 @@ def train_model(run):
     model = FullBandwidthGPT(run.config)
     if run.config.init_from and not run.resumes:
         model.load_weights(run.config.init_from, run.data.tokenizer)
-    model = run.start(model)
-    for step in run.steps():
-        passes = sample_passes(run.config, run.options.seed, step, run.max_steps)
-        for idx, targets, num_targets in run.batches():
+    model = run.prepare(model)  # to its device, compiled; with --resume, as it was saved
+    while run.step < run.max_steps:
+        run.begin_step()  # and set its learning rate
+        passes = sample_passes(run.config, run.options.seed, run.step, run.max_steps)
+        for idx, targets, num_targets in run.micro_batches():
             with run.autocast():
                 loss, metrics = model.loss(idx, targets, passes, num_targets)
             run.backward(loss, metrics)
-        run.update()
+        run.average_gradients()  # over the processes of torchrun
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), run.options.max_grad_norm)
+        run.optimizer_step(grad_norm)
+        run.end_step()  # log, evaluate, save; exit here if Ctrl-C has asked for it
+    run.finish()
     for last in [row for row in run.rows if "val_loss" in row][-1:]:
         ces = [f"{last[f'val_ce_{k}']:.3f}" for k in range(1, len(run.config.shares) + 1)]
         run.say(f"validation loss after each pass: {', '.join(ces)}: see {run.out}/curves.png, then run\n"

@@ -162,7 +162,7 @@ def report(path, task=None):
     runs = {("this run", options.seed): path}
     print(f"{path}: mix {model.config.mix}, fusion {model.config.fusion}")
     tabulate(passes, runs, out)
-    if model.W_U is not None:
+    if model.W_U is not None and model.config.block_size > 1:  # one position is fed back to none
         steps = min(16, model.config.block_size // 2)
         gains = fullbandwidth.feedback_gains(model, batches[0][0], steps)
         rate = gains.log().mean(0).exp()  # (B,), the geometric mean over steps
