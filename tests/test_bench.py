@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import bench
+import stars
 import train
 
 CPU, ROOT = torch.device("cpu"), Path(__file__).parent.parent
