@@ -192,7 +192,7 @@ class Block(nn.Module):
         return x
 
     def skip(self, x):
-        """The residual path, a x: DeepNorm has an a of its own."""
+        """The residual path, a x, where DeepNorm has an a above 1."""
         return x if self.a == 1 else self.a * x
 
 
@@ -272,7 +272,8 @@ class LoopedTransformer(nn.Module):
             return ce, {"exact": self.exact(h, targets)}
 
         loss = ce
-        metrics = {"loops": torch.full((), float(t), device=idx.device)}  # a copy of t would wait
+        # Made on the device: copying a number there would make the CPU wait for it.
+        metrics = {"loops": torch.full((), float(t), device=idx.device)}
         if c.jsrr_lambda and with_jsrr:
             jsrr = self.jsrr(h)
             loss = (1 - c.jsrr_lambda) * ce + c.jsrr_lambda * jsrr
@@ -312,8 +313,8 @@ class LoopedTransformer(nn.Module):
         return 6 * (layer * n_layers + c.vocab_size * c.n_embd)
 
     def new_cache(self, B, num_loops):
-        """{(loop, layer): keys and values, (2, B, nh, block_size, hs)}: in each loop a layer has
-        others. Prelude and coda run once, as of loop 0."""
+        """{(loop, layer): keys and values, (2, B, nh, block_size, hs)}, since a layer has other ones
+        in each loop. Prelude and coda, which run once, have theirs at loop 0."""
         c = self.config
         shape = 2, B, c.n_head, c.block_size, c.n_embd // c.n_head
         cache = {}
@@ -411,7 +412,8 @@ class AdditionData:
         return (mixed * np.uint64(0xD1B54A32D192ED03)) >> np.uint64(59) == 0
 
     def operands(self, split, i, n):
-        """n pairs of operands, (2, n), of batch i of a split: others' are drawn again."""
+        """n pairs of operands, (2, n), of batch i of a split. Pairs of the other split are drawn
+        again."""
         rng = train.stream(self.options, split, i)
         pairs = rng.integers(self.least, self.most, (2, n), endpoint=True)
         wrong = self.held_out(*pairs) == (split == "train")
@@ -423,11 +425,12 @@ class AdditionData:
     def encode(self, a, b):
         """The sums as (idx, targets), each (n, T) int64."""
         length = self.T + 1
+        ids = self.tokenizer.ids  # of each character
         texts = [self.text(x, y).ljust(length, "_") for x, y in zip(a.tolist(), b.tolist())]
-        tokens = self.tokenizer.encode("".join(texts))  # at once: a character is a token
+        tokens = [ids[character] for character in "".join(texts)]
         rows = torch.tensor(tokens).view(len(texts), length)
         idx, targets = rows[:, :-1], rows[:, 1:].clone()
-        targets[targets == self.tokenizer.ids["_"]] = -1
+        targets[targets == ids["_"]] = -1
         targets[:, :2 * self.digits + 1] = -1  # the question, its = included
         return idx, targets
 
@@ -446,7 +449,7 @@ def train_model(run):
     c = run.config
     model = run.start(LoopedTransformer(c))
     for step in run.steps():
-        # of the step's own seed: a resumed run draws the same t, and so does every process
+        # The step's own random numbers: a resumed run draws the same t, and so does every process.
         rng = np.random.default_rng([run.options.seed, step, 1])
         t = int(sample_loops(c, rng)[0])
         for idx, targets, num_targets in run.batches():
@@ -506,7 +509,7 @@ def power_iteration(model, h, steps, mode, generator=None):
 
 
 def jacobian_gain(model, h, draws=64, generator=None):
-    """||J||_F / sqrt(N) of each row of h, (B,): the root of the mean ||J v||^2 of random unit v."""
+    """||J||_F / sqrt(N) of each row of h, (B,): the root of the mean of ||J v||^2 over random v."""
     total = 0
     for _ in range(draws):
         total = total + power_iteration(model, h, 1, "jvp", generator)[0].square()
