@@ -10,7 +10,7 @@ run (device, optimiser, schedule, log, checkpoint), evaluation, sweeps. A script
 `DATA` where it has tasks of its own, and `train_model(run)`, its visible training loop; its model brings `blocks`, `loss(idx, targets)` and
 `flops_per_token()`.
 """
-import argparse, base64, collections, contextlib, csv, dataclasses, datetime, difflib, functools, hashlib, http.client
+import argparse, base64, collections, contextlib, csv, dataclasses, difflib, functools, hashlib, http.client
 import importlib, inspect, io, itertools, json, math, multiprocessing, os, pydoc_data.topics, re, signal, sys
 import threading, time, urllib.request, zipfile, zlib
 from pathlib import Path
@@ -83,7 +83,7 @@ def check_fields(config):
 @dataclasses.dataclass
 class Options:
     dataset: str = "python-docs"  # or shakespeare, wikitext-2, wikitext-103, addition, running-sum, statetrack, a text file
-    tokenizer: Literal["char", "regex", "gpt2", "hub"] = "char"  # hub: the one of --init_from
+    tokenizer: Literal["char", "regex", "gpt2"] = "char"  # of a text; a task has its own
     data_dir: str = "data"  # where downloads and token caches are kept
     out_dir: str = ""  # the run directory; empty: out/MODEL-PRESET
     max_steps: int = 600  # optimiser steps; 0: as many as `epochs` takes
@@ -168,18 +168,16 @@ def split_fields(values, *classes):
 
 
 def parse_run(usage, cls, argv):
-    """(RUN, a cls, an Evaluation) of a script's own command line, which names a run directory or a checkpoint in it."""
-    parser = Parser(usage, cls, Evaluation)
+    """(RUN, a cls) of a script's own command line, which names a run directory or a checkpoint in it."""
+    parser = Parser(usage, cls)
     parser.add_argument("run", metavar="RUN", help="a run directory, or a checkpoint in it")
     parser.add_argument("--data_dir", default=argparse.SUPPRESS, help="where downloads and token caches are kept [data]")
     values = parser.parse(argv or ["--help"])
-    own, evaluation = split_fields(values, cls, Evaluation)
-    idle = list(evaluation)  # the diagnostics, which are printed otherwise, take none of these
-    if hasattr(cls, "prompt") and "prompt" not in own:
-        idle += own
-    if idle and not evaluation.get("eval"):
-        raise UserError(f"--{idle[0]} has no effect here: it goes with --eval" + " or --prompt" * (idle[0] in own))
-    return values["run"], cls(**own), Evaluation(**evaluation)
+    path = values.pop("run")
+    values.pop("data_dir", None)  # which parse has noted
+    if values and hasattr(cls, "prompt") and "prompt" not in values:
+        raise UserError(f"--{next(iter(values))} has no effect here: it goes with --prompt")
+    return path, cls(**values)
 
 
 def loop_counts(text):
@@ -391,101 +389,16 @@ class GPT2Tokenizer:
         return self.bpe.decode(list(ids))
 
 
-class HubTokenizer:
-    """The tokenizer and chat template of a Hugging Face directory. spec["files"] are its text files, {name: text}, so that
-    a checkpoint is complete and can be exported.
-
-    The library `tokenizers` reads tokenizer.json, which is exact. tiktoken would join any two neighbours whose bytes are a
-    token, where tokenizer.json lists the pairs, and normaliser, pre-tokeniser and added tokens would all be ours to redo.
-    """
-
-    def __init__(self, files):
-        library, self.spec = optional("tokenizers"), {"name": "hub", "files": files}
-        try:
-            if strange := [name for name in files if not self.is_carried(name)]:
-                raise ValueError(f"unexpected names {strange}")
-            self.bpe = library.Tokenizer.from_str(files["tokenizer.json"])
-            config = json.loads(files.get("tokenizer_config.json", "{}"))
-            text = lambda token: token["content"] if isinstance(token, dict) else token
-            self.specials = {name: text(config[name]) for name in ("bos_token", "eos_token") if config.get(name)}
-            self.eos = self.bpe.token_to_id(self.specials.get("eos_token", ""))
-            template = files.get("chat_template.jinja") or config.get("chat_template")
-            if isinstance(template, list):  # several, by name
-                template = {each["name"]: each["template"] for each in template}["default"]
-            self.template = chat_environment().from_string(template) if template else None
-        except Exception as error:  # the library raises plain Exceptions
-            raise UserError(f"the tokenizer's files cannot be read: {type(error).__name__}, {str(error)[:200]}") from None
-        self.vocab_size = 1 + max(self.bpe.get_vocab().values())
-
-    @staticmethod
-    def is_carried(name):
-        """Whether a file is carried along: a bare name, so that an export writes into its own directory only."""
-        return (not set(name) & set("/\\:\0") and name.endswith((".json", ".jinja", ".py", ".txt"))
-                and not name.endswith((".index.json", "eval.json")))
-
-    @classmethod
-    def read(cls, directory):
-        files = {path.name: path.read_bytes().decode("utf-8") for path in sorted(Path(directory or "?").glob("*.*"))
-                 if cls.is_carried(path.name)}
-        if "tokenizer.json" not in files:
-            raise UserError(f"--init_from={directory}: expected a Hugging Face directory, with tokenizer.json in it")
-        return cls(files)
-
-    def encode(self, text):
-        return self.bpe.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids):
-        return self.bpe.decode(ids, skip_special_tokens=False)
-
-    def chat(self, messages, add_generation_prompt):
-        """Messages, [{"role", "content"}, ..], as the template writes them; with the beginning of an answer, or not."""
-        if not self.template:
-            raise UserError("this tokenizer has no chat template: put one into chat_template.jinja beside tokenizer.json")
-        try:
-            return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, tools=None,
-                                        documents=None, **self.specials)
-        except Exception as error:  # a template is a program: it may fail in any way, or refuse on purpose
-            roles = ", ".join(message["role"] for message in messages)
-            raise UserError(f"the chat template does not write a chat of {roles}: {str(error)[:200]}") from None
-
-    @functools.cached_property
-    def ends(self):
-        """The tokens that end an answer: the end of a text, and the mark that the chat template writes behind one."""
-        ends = {self.eos}
-        if self.template:
-            chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "?"},
-                    {"role": "assistant", "content": "ANSWER"}]
-            behind = self.encode(self.chat(chat, False).rpartition("ANSWER")[2].strip())
-            ends |= set(behind[:1]) & self.bpe.get_added_tokens_decoder().keys()
-        return ends
-
-
-def chat_environment():
-    """Where chat templates run: a sandbox, with what Hugging Face's templates may call."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment  # torch requires jinja2
-
-    def raise_exception(message):
-        raise UserError(message)
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    environment.globals |= {"raise_exception": raise_exception,
-                            "strftime_now": lambda form: datetime.datetime.now().strftime(form)}
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's escapes HTML
-    return environment
-
-
-def optional(module):
-    """A module of an optional package; UserError says what to install."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.partition(".")[0].replace("_", "-")
-        raise UserError(f"this needs the package {package}: pip install {package}") from None
+TOKENIZERS = {}  # {name in a spec: class} of an experiment's own, each made of the files that its spec holds
 
 
 def build_tokenizer(spec, data_dir="data"):
-    if spec["name"] == "hub":
-        return HubTokenizer(spec["files"])
-    return GPT2Tokenizer(data_dir) if spec["name"] == "gpt2" else Tokenizer(spec["name"], spec["vocab"])
+    name = spec["name"]
+    if name in TOKENIZERS:
+        return TOKENIZERS[name](spec["files"])
+    if name == "gpt2":
+        return GPT2Tokenizer(data_dir)
+    return Tokenizer(name, spec["vocab"])
 
 
 def encode_prompt(tokenizer, text):
@@ -627,141 +540,12 @@ class TextData:
         return rows[:, :-1], rows[:, 1:]
 
 
-SYSTEM = "You are a helpful assistant who reasons carefully before giving the answer."  # of every chat
-
-
-def read_problems(dataset):
-    """Two lists, `problem` and `solution`, of a .jsonl or .parquet file or of a hub data set's split "train"."""
-    kind = {".jsonl": "json", ".parquet": "parquet"}.get(Path(dataset).suffix)
-    if kind and not Path(dataset).is_file():
-        raise UserError(f"--dataset={dataset}: no such file")
-    load = optional("datasets").load_dataset if kind != "json" else None
-    try:
-        if kind == "json":
-            with open(dataset, encoding="utf-8-sig") as f:
-                rows = [json.loads(line) for line in f if line.strip()]
-            return [[row.get(name) for row in rows] for name in ("problem", "solution") if any(name in row for row in rows)]
-        rows = load(kind or dataset, data_files=dataset if kind else None, split="train")
-        return [rows[name][:] for name in ("problem", "solution") if name in rows.column_names]
-    except Exception as error:  # network, hub, Arrow and JSON errors of all kinds
-        reason = f"{type(error).__name__}, {' '.join(str(error).split())[:200]}"
-        raise UserError(f"--dataset={dataset} cannot be read: {reason}") from None
-
-
-def encode_answers(tokenizer, problems, solutions, T):
-    """(tokens, ends, firsts, counts): the rows' tokens in one array, where each row ends in it, and which of its tokens is
-    the first to be learned; counts of rows {skipped for a reason, or cut}.
-
-    A row is the chat of system prompt, problem and solution, encoded as a whole; it is learned from the first token that
-    holds a character of the solution on, end mark included. At most T + 1 tokens are kept. A row whose solution is empty,
-    or would begin behind them, is skipped: none is left without a target.
-    """
-    rows, ends, firsts, counts, size = [], [], [], collections.Counter(), 1000
-    for i in range(0, len(problems), size):
-        texts, starts = [], []
-        for problem, solution in zip(problems[i:i + size], solutions[i:i + size]):
-            if not (isinstance(problem, str) and isinstance(solution, str) and problem.strip() and solution.strip()):
-                counts["without a problem or a solution"] += 1
-                continue
-            chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": problem}]
-            prompt = tokenizer.chat(chat, True)
-            text = tokenizer.chat([*chat, {"role": "assistant", "content": solution}], False).rstrip("\n")
-            if not text.startswith(prompt):
-                raise UserError("the chat template writes an answer that does not begin where its prompt for one ends")
-            texts.append(text)
-            starts.append(len(prompt))
-        for encoding, start in zip(tokenizer.bpe.encode_batch(texts, add_special_tokens=False), starts):
-            first = next((j for j, (_, end) in enumerate(encoding.offsets) if end > start), T + 1)
-            if first > T:
-                counts["whose solution begins behind the window"] += 1
-                continue
-            counts["cut at the window's end"] += len(encoding.ids) > T + 1
-            rows.append(np.array(encoding.ids[:T + 1], np.uint32))
-            ends.append(len(rows[-1]) + (ends[-1] if ends else 0))
-            firsts.append(first)
-    return np.concatenate([np.empty(0, np.uint32), *rows]), np.array(ends, np.int64), np.array(firsts, np.int64), counts
-
-
-def read_arrays(path):
-    """The arrays of an .npz file, whose checksums are verified, or None where it is absent or damaged."""
-    if not path.exists():
-        return None
-    try:
-        with np.load(path) as saved:
-            return dict(saved)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
-        print(f"{path} is damaged: built again")
-
-
-class AnswerData:
-    """Supervised fine-tuning: problems and solutions, of which every 50th row is held out. Targets are -1 before the
-    solution. A batch's rows are sorted by length, so that a micro-batch has rows of similar lengths."""
-    ragged = True
-
-    def __init__(self, options, config):
-        self.options, self.T, self.vocab_size = options, config.block_size, config.vocab_size
-        self.tokenizer = HubTokenizer.read(getattr(config, "init_from", ""))
-        if self.tokenizer.vocab_size > self.vocab_size:
-            raise UserError(f"--init_from={config.init_from}: its tokenizer has {self.tokenizer.vocab_size:,} types, more "
-                            f"than --vocab_size={self.vocab_size}")
-        columns = read_problems(options.dataset)
-        if len(columns) < 2 or not columns[0]:
-            raise UserError(f"--dataset={options.dataset}: expected rows with the columns `problem` and `solution`")
-        digest = hashlib.sha256(json.dumps([self.tokenizer.spec, SYSTEM, self.T]).encode())
-        for text in (text for column in columns for text in column):
-            digest.update(json.dumps(text).encode() + b"\n")
-        self.digest = digest.hexdigest()
-        cache = Path(options.data_dir) / f"answers-{self.digest[:16]}.npz"
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        with locked(cache.parent / "data.lock", cache.name):
-            if (saved := read_arrays(cache)) is None:
-                tokens, ends, firsts, counts = encode_answers(self.tokenizer, *columns, self.T)
-                with whole_file(cache) as f:
-                    np.savez(f, tokens=tokens, ends=ends, firsts=firsts)
-                print(f"{options.dataset}: {len(columns[0]):,} rows, {len(ends):,} used" +
-                      "".join(f", {n:,} {what}" for what, n in counts.items() if n))
-                saved = read_arrays(cache)
-        self.tokens, self.ends, self.firsts = saved["tokens"], saved["ends"], saved["firsts"]
-        if len(self.ends) < 50:
-            raise UserError(f"--dataset={options.dataset}: {len(self.ends)} usable rows; every 50th is held out: give more")
-        held_out = np.arange(len(self.ends)) % 50 == 49
-        self.splits = {"train": np.flatnonzero(~held_out), "val": np.flatnonzero(held_out)}
-        self.steps_per_epoch = max(1, len(self.splits["train"]) // options.step_rows)
-
-    @functools.lru_cache(2)
-    def permutation(self, epoch):
-        return np.random.default_rng([self.options.seed, epoch]).permutation(self.splits["train"])
-
-    def rows(self, split, i):
-        """The rows of batch i: of the training split in an order new in each epoch, in which none is left out."""
-        o, n = self.options, len(self.splits[split])
-        if split != "train":
-            spread = np.linspace(0, n - 1, o.eval_batches * o.step_rows).astype(np.int64)
-            drawn = self.splits[split][spread[i::o.eval_batches]]
-        else:
-            drawn = np.array([self.permutation(p // n)[p % n] for p in range(i * o.step_rows, (i + 1) * o.step_rows)])
-        lengths = np.diff(self.ends, prepend=0)[drawn]
-        return drawn[np.argsort(lengths, kind="stable")]
-
-    def batch(self, split, i):
-        rows = self.rows(split, i)
-        starts = self.ends[rows - 1] * (rows > 0)
-        lengths = self.ends[rows] - starts
-        idx = torch.zeros(len(rows), lengths.max() - 1, dtype=torch.int64)
-        targets = torch.full_like(idx, -1)
-        for j, (start, n, first) in enumerate(zip(starts, lengths, self.firsts[rows])):
-            tokens = torch.from_numpy(self.tokens[start:start + n].astype(np.int64))
-            idx[j, :n - 1], targets[j, first - 1:n - 1] = tokens[:-1], tokens[first:]
-        return idx, targets
-
-
 def load_data(options, config):
     """The data of `options.dataset`, which then fixes config.vocab_size and config.block_size: a text, or a task of the
-    script that the config is of, which has the task's class in its DATA."""
-    if options.tokenizer == "hub":
-        return AnswerData(options, config)
+    script that the config is of, which has the task's class in its DATA; under "*" one for every other name."""
     tasks = getattr(sys.modules[type(config).__module__], "DATA", {})
-    return tasks.get(options.dataset, TextData)(options, config)
+    data_class = tasks.get(options.dataset) or tasks.get("*") or TextData
+    return data_class(options, config)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -937,12 +721,18 @@ def restoring(what):
         raise UserError(f"{what}: {' '.join(reason.split()):.400}") from None
 
 
-def load_checkpoint(path, name):
-    """The checkpoint dict at `path` (a file, or a run directory's ckpt.pt), if model `name` wrote it; tensors on the CPU."""
+def training_command(name):
+    """What trains a model `name`: the driver, or an experiment."""
+    return f"python train.py {name}" if name in MODELS else f"python experiments/{name}.py train"
+
+
+def load_checkpoint(path, name=None):
+    """The checkpoint dict at `path` (a file, or a run directory's ckpt.pt), if model `name` wrote it, or any of them;
+    tensors on the CPU."""
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
     if not path.exists():
         begun = f" --out_dir={path.parent} --resume" if (path.parent / "config.json").exists() else ""
-        raise UserError(f"{path}: no such checkpoint; train one with: python train.py {name}{begun}")
+        raise UserError(f"{path}: no such checkpoint; train one with: {training_command(name or MODELS[0])}{begun}")
     try:
         with zipfile.ZipFile(path) as archive:  # torch writes its checksums, and does not look at them
             if damaged := archive.testzip():
@@ -951,9 +741,9 @@ def load_checkpoint(path, name):
         found = ckpt["model"]
     except Exception as error:  # pickle, zip and torch errors of all kinds: truncated, foreign, or with objects inside
         raise UserError(f"{path} is not a checkpoint of this project, or is damaged ({type(error).__name__})") from None
-    if found != name:
+    if name not in (None, found):
         raise UserError(f"{path} is a checkpoint of {found}, not of {name}")
-    with restoring(f"{path} does not fit {name}.py as it is now"):
+    with restoring(f"{path} does not fit {found}.py as it is now"):
         for key, kind in CHECKPOINT.items():
             check_value(key, ckpt[key], kind)
         for key, weight in ckpt["weights"].items():
@@ -1397,222 +1187,6 @@ def peak_memory(device):
     except ImportError:  # on Windows
         return math.nan
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluation in EleutherAI's lm-evaluation-harness, an optional package.
-
-@dataclasses.dataclass
-class Evaluation:
-    eval: str = ""  # tasks of lm-evaluation-harness, separated by commas; one of your own: the path of its .yaml file
-    fewshot: Annotated[int, -1, 1000] = -1  # worked examples before each question; -1: as many as the task says
-    limit: int = 0  # questions of each task; 0: all
-    eval_rows: Size = 16  # sequences computed together
-
-    __post_init__ = check_fields
-
-
-@torch.no_grad()
-def decode(states, readout, new_cache, prompts, limits, stop):
-    """Greedy continuations of prompts, lists of tokens, each of up to limits[i] tokens and up to the first token of `stop`,
-    with a KV cache.
-
-    states(idx (B, T), cache, start) gives (B, T, D), readout(h) logits, new_cache(B, S) room for S tokens. Rows of several
-    lengths need no padding and no mask: all start at the shortest one's length, and a row takes its own tokens while it
-    has some left.
-    """
-    cache = new_cache(len(prompts), max(len(prompt) + limit for prompt, limit in zip(prompts, limits)))
-    idx = torch.tensor([prompt[:min(map(len, prompts))] for prompt in prompts], device=cache.device)
-    length, new, running = 0, [[] for _ in prompts], True
-    while running:
-        tokens = readout(states(idx, cache, length)[:, -1]).argmax(-1).tolist()
-        length, running = length + idx.shape[1], False
-        for i, (row, prompt) in enumerate(zip(new, prompts)):
-            if length < len(prompt):
-                tokens[i] = prompt[length]
-            elif len(row) < limits[i] and not (row and row[-1] in stop):
-                row.append(tokens[i])
-            running |= len(row) < limits[i] and not (row and row[-1] in stop)
-        idx = torch.tensor(tokens, device=cache.device)[:, None]
-    return new
-
-
-def greedy_settings(generation_kwargs, task="a task"):
-    """(most new tokens, texts to stop at) of a task's generation_kwargs. UserError where it asks for what greedy decoding
-    is not: sampling, beams and the like."""
-    wanted = optional("lm_eval.models.utils").normalize_gen_kwargs(generation_kwargs)
-    limit, until = wanted.pop("max_gen_toks"), wanted.pop("until")
-    if not wanted["do_sample"] or wanted.get("temperature") == 0:  # then these have no effect
-        wanted = {k: v for k, v in wanted.items() if k not in ("do_sample", "temperature", "top_p", "top_k", "min_p")}
-    if refused := {k: v for k, v in wanted.items() if (k, v) != ("num_beams", 1)}:
-        raise UserError(f"--eval: {task} asks for {refused}, but decoding here is greedy: choose another task, or copy its "
-                        f".yaml without it")
-    if limit < 1:
-        raise UserError(f"--eval: {task} asks for answers of {limit} tokens")
-    return limit, tuple(text for text in until if text)
-
-
-def harness_adapter(tokenizer, block_size, score, generate, eval_rows):
-    """A model as the harness's LM. score(idx (B, T), n): logits (B, T - n + 1, V) at the positions n - 1 ..;
-    generate(prompts, limits, stop): greedy continuations of at most limits[i] tokens; prompts and continuations are lists
-    of tokens.
-
-    Batches for `score` have contexts of one length, so that n is one number, and are padded at their ends, where causal
-    attention cannot look; so no result depends on its batch.
-    """
-    models, utils = optional("lm_eval.models.utils"), optional("lm_eval.utils")
-
-    def batches(items, key, length):
-        """(key, items) of at most eval_rows items that have this key, and similar lengths."""
-        for value, group in itertools.groupby(sorted(items, key=lambda item: (key(item), length(item))), key=key):
-            group = list(group)
-            yield from ((value, group[i:i + eval_rows]) for i in range(0, len(group), eval_rows))
-
-    @functools.cache
-    def stops(until):
-        """The tokens that complete an answer: end marks, and those that hold a text of `until`. (One of several tokens
-        does not stop the decoding, but still ends the answer.)"""
-        texts = map(tokenizer.decode, ([i] for i in range(tokenizer.vocab_size)))
-        return {*tokenizer.ends, *(i for i, text in enumerate(texts) if any(stop in text for stop in until))}
-
-    class Adapter(optional("lm_eval.api.model").TemplateLM):
-        tokenizer_name, eot_token_id = "its own", tokenizer.eos
-        cut = 0  # how many contexts lost their beginning, or answers their end, where the window was full
-
-        def __init__(self):
-            super().__init__()
-            self.unknown = set()  # types that were read as <unk>
-
-        @property
-        def prefix_token_id(self):
-            """What stands before a text without a context."""
-            return self.tok_encode("\n")[0] if tokenizer.eos is None else tokenizer.eos
-
-        def tok_encode(self, string, add_special_tokens=None):
-            if tokenizer.spec["name"] == "regex":
-                self.unknown.update(tokenizer.missing(string))
-            return tokenizer.encode(string)
-
-        def _encode_pair(self, context, continuation):
-            """As in the harness, except where a token would span the join, or there is no context: what belongs to the
-            continuation is then encoded by itself, so that all of it is scored."""
-            text, start = context + continuation, len(context.rstrip())  # white space belongs to what follows
-            if not self.tok_encode(text[:start]):
-                return [self.prefix_token_id], self.tok_encode(text)
-            before, after = super()._encode_pair(context, continuation)
-            if before + after != self.tok_encode(text):
-                after = self.tok_encode(text[start:])
-            return before, after
-
-        def loglikelihood(self, requests, disable_tqdm=False):
-            texts = [request.args for request in requests]
-            return self._loglikelihood_tokens([(text, *self._encode_pair(*text)) for text in texts])
-
-        def _loglikelihood_tokens(self, requests, disable_tqdm=False):
-            """For (texts, context, continuation): (sum of the continuation's log-probabilities, all of it greedy?)."""
-            pieces, results = [], [None] * len(requests)
-            for i, (texts, before, after) in enumerate(requests):
-                if not 0 < len(after) <= block_size:
-                    raise UserError(f"--eval: a task asks how likely {texts[1][:50]!r} is, {len(after)} tokens long: from 1 "
-                                    f"to the window's {block_size} can be scored")
-                tokens = (before + after)[-block_size - 1:]
-                self.cut += len(tokens) < len(before + after)
-                pieces.append((i, tokens, len(tokens) - len(after)))
-            for n, batch in batches(pieces, lambda piece: piece[2], lambda piece: len(piece[1])):
-                T = len(batch[-1][1]) - 1
-                idx = torch.tensor([[*tokens[:-1], *[0] * (T + 1 - len(tokens))] for _, tokens, _ in batch])
-                for (i, tokens, _), logits in zip(batch, score(idx, n)):
-                    target = torch.tensor(tokens[n:], device=logits.device)
-                    logits = logits[:len(target)].to(torch.promote_types(logits.dtype, torch.float32))
-                    results[i] = (-F.cross_entropy(logits, target, reduction="sum").item(),
-                                  bool((logits.argmax(-1) == target).all()))
-            return results
-
-        def loglikelihood_rolling(self, requests, disable_tqdm=False):
-            totals, windows = [0.0] * len(requests), []
-            for i, request in enumerate(requests):
-                tokens = self.tok_encode(*request.args)
-                rolling = utils.get_rolling_token_windows(tokens, self.prefix_token_id, block_size, 1)
-                windows += [(i, *utils.make_disjoint_window(window)) for window in rolling]
-            for (i, *_), (total, _) in zip(windows, self._loglikelihood_tokens(windows)):
-                totals[i] += total
-            return totals
-
-        def generate_until(self, requests, disable_tqdm=False):
-            """The window is shared so: an answer may be as long as wanted if the prompt leaves room, else it gets the room
-            that there is, but half of the window at least, for which the prompt loses its beginning."""
-            rows, new = [], [None] * len(requests)
-            for i, (context, wanted) in enumerate(request.args for request in requests):
-                limit, until = greedy_settings(wanted)
-                tokens = self.tok_encode(context) or [self.prefix_token_id]
-                prompt, room = models.maybe_truncate(tokens, limit, block_size, max(1, min(limit, block_size // 2)),
-                                                     shrink_gen_toks=True, verbose=False)
-                self.cut += len(prompt) < len(tokens)
-                rows.append((i, prompt, room, until, limit))
-            for until, batch in batches(rows, lambda row: row[3], lambda row: len(row[1])):
-                _, prompts, rooms, _, _ = zip(*batch)
-                for (i, _, room, _, limit), tokens in zip(batch, generate(prompts, rooms, stops(until))):
-                    tokens = tokens[:room]
-                    self.cut += len(tokens) == room < limit and tokens[-1] not in stops(until)
-                    text = tokenizer.decode(tokens[:-1] if tokens[-1] in tokenizer.ends else tokens)
-                    new[i] = models.postprocess_generated_text(text, list(until), None)
-            return new
-
-        def apply_chat_template(self, chat_history, add_generation_prompt=True):
-            """The prompt for an answer; or, without a generation prompt, for one that goes on from the last message."""
-            text, begun = tokenizer.chat(chat_history, add_generation_prompt), chat_history[-1]["content"]
-            if add_generation_prompt:
-                return text
-            if not begun.strip() or begun.strip() not in text:
-                raise UserError(f"the chat template does not write the beginning of an answer, {begun[:50]!r}")
-            return text[:text.rindex(begun.strip())] + begun.lstrip()
-    return Adapter()
-
-
-@torch.no_grad()
-def evaluate(path, e, tokenizer, block_size, settings):
-    """Run the harness's tasks of e, an Evaluation, at each of the settings {label: (score, generate)}; print its table for
-    each and add the results to eval.json beside the run. A tokenizer's chat template is used if there is one."""
-    optional("lm_eval")
-    from lm_eval import simple_evaluate, tasks, utils
-    manager, names = tasks.TaskManager(), e.eval.split(",")
-    if not hasattr(manager, "load"):
-        raise UserError("--eval needs a newer lm-evaluation-harness: pip install --upgrade lm-eval")
-    for name in names:
-        if name.endswith(".yaml"):
-            if not Path(name).is_file():
-                raise UserError(f"--eval={name}: no such file")
-        elif name not in manager.all_tasks:
-            raise UserError(f"--eval={name}: lm-evaluation-harness has no such task; {nearest(name, manager.all_tasks)}")
-    try:
-        loaded = manager.load(names)
-    except Exception as error:  # tasks are programs: of the network, of packages that they need, of anything
-        reason = f"{type(error).__name__}, {' '.join(str(error).split())[:300]}"
-        raise UserError(f"--eval={e.eval}: a task could not be read: {reason}") from None
-    manager.load = lambda names: loaded  # once for all settings
-    for name, task in loaded["tasks"].items():
-        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-            raise UserError(f"--eval: {name} runs the code that a model writes, or needs images or sound: not here")
-        if e.fewshot > 0 and task.get_config("num_fewshot") == 0:
-            raise UserError(f"--fewshot={e.fewshot}: {name} is without examples by definition")
-        greedy_settings(task.get_config("generation_kwargs") or {}, name)
-    out = run_directory(path) / "eval.json"
-    results = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    chat = tokenizer.template is not None
-    for label, (score, generate) in settings.items():
-        adapter = harness_adapter(tokenizer, block_size, score, generate, e.eval_rows)
-        found = simple_evaluate(
-            adapter, tasks=names, task_manager=manager, num_fewshot=e.fewshot if e.fewshot >= 0 else None,
-            limit=e.limit or None, log_samples=False, apply_chat_template=chat, system_instruction=SYSTEM if chat else None)
-        print(f"{path}, {label}\n{utils.make_table(found)}", flush=True)
-        if adapter.cut:
-            print(f"{adapter.cut} prompts lost their beginning, or answers their end, to fit into {block_size} tokens")
-        if adapter.unknown:
-            print(f"{len(adapter.unknown)} words and signs of these tasks are not in the vocabulary: read as <unk>")
-        for task, values in found["results"].items():
-            results.setdefault(task, {})[label] = values
-        write_json(out, results)
-    print(f"written to {out}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -557,3 +557,10 @@ def test_a_run_prints_its_passes_and_continues_a_prompt_in_every_mode(tmp_path, 
             fullbandwidth.main([str(out), *argv])
 
 
+def test_a_stop_that_the_vocabulary_lacks_is_one_clear_line(tmp_path):
+    tokenizer = train.Tokenizer("regex", ["What", "is", " ", "\n", "?", "<unk>"])
+    model = FullBandwidthGPT(Config(vocab_size=6, block_size=12, n_layer=1, n_head=2, n_kv_head=2, n_embd=16, mlp_width=16))
+    torch.save({"model": "fullbandwidth", "preset": "tiny", "config": vars(model.config), "step": 600, "max_steps": 600, "best": 0.0,
+                "tokenizer": tokenizer.spec, "options": vars(train.Options()), "weights": model.state_dict()}, tmp_path / "ckpt.pt")
+    with pytest.raises(UserError, match=r"--stop='!\?': the vocabulary lacks \['!'\]"):
+        fullbandwidth.main([str(tmp_path), "--prompt=What", "--stop=!?"])

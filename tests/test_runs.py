@@ -2,7 +2,6 @@
 import fcntl, os, random, resource, shutil, signal, subprocess, sys, termios, threading, time, zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -198,12 +197,6 @@ def test_a_damaged_cache_is_named_and_built_again(tmp_path, capsys):
         data = train.TextData(o, config())
         assert data.tokens["train"].tolist() == expected and data.tokenizer.decode(expected).startswith("some text")
         assert f"{cache} is damaged: built again" in capsys.readouterr().out
-    arrays = tmp_path / "arrays.npz"
-    np.savez(arrays, tokens=np.arange(1000))
-    assert (train.read_arrays(arrays)["tokens"] == np.arange(1000)).all()
-    for cut in (slice(500), slice(0)):
-        arrays.write_bytes(arrays.read_bytes()[cut])
-        assert train.read_arrays(arrays) is None
 
 
 def test_what_a_kill_leaves_of_a_cache_is_swept_up(tmp_path):

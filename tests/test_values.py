@@ -11,8 +11,8 @@ import stars
 import train
 from test_train import TINY, error_of
 
-CLASSES = [train.Options, train.Evaluation, *(cls for module in (looped_gpt, stars, fullbandwidth)
-                                              for cls in (module.Config, module.Arguments))]
+CLASSES = [train.Options, *(cls for module in (looped_gpt, stars, fullbandwidth)
+                            for cls in (module.Config, module.Arguments))]
 
 
 def nonsense(kind):
