@@ -974,7 +974,7 @@ class Run:
         if self.interrupts.asked or self.step < self.max_steps:
             data_dir = self.options.data_dir
             data_dir = f" --data_dir={data_dir}" if data_dir != Options.data_dir else ""
-            self.say(f"stopped after step {self.step}, saved; go on with: python train.py {self.name} "
+            self.say(f"stopped after step {self.step}, saved; go on with: {training_command(self.name)} "
                      f"--out_dir={self.out}{data_dir} --resume")
             sys.exit(128 + (self.interrupts.asked or signal.SIGTERM))
 

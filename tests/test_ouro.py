@@ -383,6 +383,18 @@ def test_fine_tuning_starts_from_the_files_resumes_bit_for_bit_and_can_be_export
     assert "exactly right" not in trained
 
 
+def test_a_stopped_run_says_how_to_go_on(fine_tune, capsys, monkeypatch):
+    save = train.save_training
+
+    def save_and_ask(run, name):
+        save(run, name)
+        run.interrupts.asked = 15
+    monkeypatch.setattr(train, "save_training", save_and_ask)
+    with pytest.raises(SystemExit):
+        fine_tune()
+    assert "go on with: python experiments/ouro.py train --out_dir=" in capsys.readouterr().out
+
+
 def test_muon_takes_the_blocks_matrices(hub):
     model, _, _ = ouro.load(hub)
     _, muon = train.build_optimizers(model, train.Options(optimizer="muon"))
