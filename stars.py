@@ -313,8 +313,8 @@ class LoopedTransformer(nn.Module):
         return 6 * (layer * n_layers + c.vocab_size * c.n_embd)
 
     def new_cache(self, B, num_loops):
-        """{(loop, layer): keys and values, (2, B, nh, block_size, hs)}, since a layer has other ones
-        in each loop. Prelude and coda, which run once, have theirs at loop 0."""
+        """{(loop, layer): keys and values, (2, B, nh, block_size, hs)}: a layer has other ones in
+        each loop. Prelude and coda, which run once, have theirs at loop 0."""
         c = self.config
         shape = 2, B, c.n_head, c.block_size, c.n_embd // c.n_head
         cache = {}
@@ -447,16 +447,22 @@ DATA = {"addition": AdditionData}
 
 def train_model(run):
     c = run.config
-    model = run.start(LoopedTransformer(c))
-    for step in run.steps():
+    model = run.prepare(LoopedTransformer(c))  # to its device, compiled; with --resume, as saved
+    while run.step < run.max_steps:
+        run.begin_step()  # and set its learning rate
         # The step's own random numbers: a resumed run draws the same t, and so does every process.
-        rng = np.random.default_rng([run.options.seed, step, 1])
+        rng = np.random.default_rng([run.options.seed, run.step, 1])
         t = int(sample_loops(c, rng)[0])
-        for idx, targets, num_targets in run.batches():
+        with_jsrr = run.step > c.jsrr_after
+        for idx, targets, num_targets in run.micro_batches():
             with run.autocast():
-                loss, metrics = model.loss(idx, targets, t, num_targets, with_jsrr=step > c.jsrr_after)
+                loss, metrics = model.loss(idx, targets, t, num_targets, with_jsrr)
             run.backward(loss, metrics)
-        run.update()
+        run.average_gradients()  # over the processes of torchrun
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), run.options.max_grad_norm)
+        run.optimizer_step(grad_norm)
+        run.end_step()  # log, evaluate, save; exit here if Ctrl-C has asked for it
+    run.finish()
     last = [row for row in run.rows if "val_exact" in row][-1]
     run.say(f"{last['val_exact']:.2%} of the held-out answers exactly right at {c.num_loops} "
             f"loops: see {run.out}/curves.png, then run\npython stars.py {run.out}")
@@ -603,6 +609,9 @@ def load_run(path):
 def against_loops(model, idx, targets, loops):
     """Print exact match, relative step and norm at each loop count. Returns the exact matches, and
     `convergence` up to one loop more than the largest count."""
+    c = model.config
+    print(f"{c.placement} {c.norm}, {c.loop_sampling} loops, lambda {c.jsrr_lambda}; {len(idx)} "
+          f"held-out sums")
     dynamics = convergence(model, idx[:250], max(loops) + 1)
     accuracy = []
     print("loops t   exact match   ||h^(t+1) - h^(t)|| / ||h^(t)||   mean ||h^(t)||")
@@ -635,12 +644,14 @@ class Arguments:
 
 
 def main(argv):
-    usage = "python stars.py RUN [--ask=1750+4733] [--loops=1,2,4]"
-    path, arguments, *_ = train.parse_run(usage, Arguments, argv)
-    loops = train.loop_counts(arguments.loops) or LOOPS
-    model, options = load_run(path)
-    if arguments.ask:
-        return ask(model, train.load_data(options, model.config), arguments.ask, loops)
+    parser = train.Parser("python stars.py RUN [--ask=1750+4733] [--loops=1,2,4]", Arguments)
+    parser.add_argument("run", metavar="RUN", help="a run directory, or a checkpoint in it")
+    values = parser.parse(argv or ["--help"])
+    model, options = load_run(values.pop("run"))
+    a = Arguments(**values)
+    loops = train.loop_counts(a.loops) or LOOPS
+    if a.ask:
+        return ask(model, train.load_data(options, model.config), a.ask, loops)
     against_loops(model, *held_out_sums(model, options, 2000), loops)
 
 

@@ -6,9 +6,9 @@ and the numbers by which it shows.
     python experiments/stability.py optimizer      # the default against AdamW as in the paper
     python experiments/stability.py out/stars-addition  # a run: accuracy, convergence, spectra
 
-A sweep takes --preset, --seeds=42,101,202 and every field of stars.py and train.py. It trains what is
-not trained yet into out/stars-PRESET-SWEEP, and leaves its table and its figure there; a run's figure
-is RUN/diagnostics.png.
+A sweep takes --preset, --seeds=42,101,202 and every field of stars.py and train.py. It trains what
+is not trained yet into out/stars-PRESET-SWEEP, and leaves its table and its figure there; a run's
+figure is RUN/diagnostics.png.
 """
 import copy
 import sys
@@ -25,7 +25,8 @@ from stars import LOOPS
 # --------------------------------------------------------------------------------------------------
 # The sweeps: conditions, each the fields that it sets
 
-PLAIN = dict(loop_sampling="fixed", jsrr_lambda=0.0)  # no STARS: a fixed number of loops, no JSRR
+SUMS = dict(dataset="addition")  # what `compare` judges by
+PLAIN = SUMS | dict(loop_sampling="fixed", jsrr_lambda=0.0)  # without STARS: fixed loops, no JSRR
 
 NORMALIZATION = {}
 for placement in ("pre", "pre_sandwich", "post", "post_sandwich"):
@@ -36,9 +37,9 @@ ABLATION = {
     "fixed": PLAIN,
     "prelude+coda": PLAIN | dict(n_prelude=1, n_coda=1),
     "l2": PLAIN | dict(l2_penalty=0.01),
-    "random": dict(jsrr_lambda=0.0),
-    "jsrr": dict(loop_sampling="fixed"),
-    "random+jsrr": {},
+    "random": SUMS | dict(jsrr_lambda=0.0),
+    "jsrr": SUMS | dict(loop_sampling="fixed"),
+    "random+jsrr": SUMS,
 }
 
 OPTIMIZER = {
@@ -53,7 +54,7 @@ OPTIMIZER = {
 
 @torch.no_grad()
 def measure(path):
-    """{"exact_4": exact match after 4 loops, "norm_4": mean ||h^(4)||, "change_4": the relative step,
+    """{"exact_4": exact match after 4 loops, "norm_4": mean ||h^(4)||, "change_4": relative step,
     ||h^(4) - h^(3)|| / ||h^(3)||, and so on} of a run, on 1,000 held-out sums."""
     model, options = stars.load_run(path)
     idx, targets = stars.held_out_sums(model, options, 1000)
@@ -93,8 +94,8 @@ def compare(runs, out):
 
 
 def learning_curve(path):
-    """[(step, seconds of training, exact match), ..], one for each evaluation in a run's log. It has
-    the tokens per second of every interval, from which evaluations are left out."""
+    """[(step, seconds of training, exact match), ..], one for each evaluation in a run's log. It
+    has the tokens per second of every interval, from which evaluations are left out."""
     seconds, tokens = 0.0, 0
     points = []
     for row in train.read_csv(path / "log.csv"):
@@ -141,10 +142,7 @@ def report(path):
     """Print accuracy and convergence against loops, then the spectrum of the Jacobian, of a trained
     run; draw RUN/diagnostics.png."""
     model, options = stars.load_run(path)
-    c = model.config
     idx, targets = stars.held_out_sums(model, options, 2000)
-    print(f"{path}: {c.placement} {c.norm}, {c.loop_sampling} loops, lambda {c.jsrr_lambda}; "
-          f"{len(idx)} held-out sums\n")
     accuracy, dynamics = stars.against_loops(model, idx, targets, LOOPS)
 
     model = copy.deepcopy(model).cpu().double()  # products of many Jacobians want float64

@@ -1,11 +1,8 @@
 """Sweeps and reports on runs of stars.py: tests of experiments/stability.py."""
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "experiments")]
-import stability, stars, train
+import stars, train
+from experiments import stability
 
 PLACEMENTS, NORMS = ("pre", "post", "pre_sandwich", "post_sandwich"), ("layernorm", "rmsnorm", "simple")
 TINY = ["--digits=2", "--n_embd=16", "--mlp_width=32", "--batch_size=8", "--max_steps=2", "--eval_batches=1"]
