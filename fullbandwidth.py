@@ -314,8 +314,8 @@ class Transformer(nn.Module):
 
 
 def target_weights(targets, dtype, num_targets=None):
-    """A weight for each of the targets (B, T), (B T,): 0 where there is none, else 1 / num_targets,
-    by default their number. A sum with these weights is a mean over the targets."""
+    """A weight for each position of targets (B, T), (B T,): 0 where there is no target, else
+    1 / num_targets, by default how many there are. A sum with these weights is a mean."""
     weights = (targets >= 0).flatten().to(dtype)
     return weights / (weights.sum() if num_targets is None else num_targets)
 
@@ -349,12 +349,14 @@ class FeedbackTransformer(Transformer):
                 return self.W_U(h), self.W_G(e)
 
     def fuse(self, e, h):
-        """Equation 4: e_t (x) h_{t-1}, of embeddings e and the states before, h, (.., D) each."""
+        """Equation 4: e_t (x) h_{t-1}, of embeddings e and the states h of the positions before
+        them, (.., D) each."""
         state, token = self.paths(e, h)
         return state * token if self.config.fusion == "gated" else state + token
 
     def next_input(self, e, h_before, plain):
-        """Inputs (B, T, D): fused with the state before, or the embedding alone where plain."""
+        """Inputs (B, T, D) of the stack: each embedding fused with the state of the position
+        before, or the embedding alone where plain (B, T)."""
         return torch.where(plain[..., None], e, self.fuse(e, h_before))
 
     def plain(self, idx):
@@ -364,7 +366,8 @@ class FeedbackTransformer(Transformer):
         return (before < 0) | (before == self.config.document_end)
 
     def feedback(self, h, e, plain):
-        """The inputs (B, T, D) of the pass after the one with states h."""
+        """The inputs (B, T, D) of the pass after the one with states h, in the order of the
+        paper's listing: noise, shift, fusion, plain inputs restored."""
         jitter = self.config.jitter
         if self.training and jitter:
             h = h + torch.empty_like(h).uniform_(-jitter, jitter)
@@ -411,15 +414,15 @@ class FeedbackTransformer(Transformer):
         if num_passes is None:
             num_passes = len(self.config.shares)
         states = self.states(idx, num_passes)
-        of_token = target_weights(targets, self.wte.weight.dtype, num_targets)  # (B T,)
-        weights = [of_token]
-        for _ in range(num_passes - 1):  # the later passes share equally in a second loss
-            weights.append(of_token / (num_passes - 1))
+        token_weights = target_weights(targets, self.wte.weight.dtype, num_targets)  # (B T,)
+        weights = [token_weights]  # of pass 1; the mean over the later passes counts as much
+        for _ in range(num_passes - 1):
+            weights.append(token_weights / (num_passes - 1))
         # All passes in one call, as more rows: no more logits are alive than for one pass.
         rows = torch.cat(states).flatten(0, 1)  # (k B T, D)
         answers = targets.clamp_min(0).flatten().repeat(num_passes)  # (k B T,)
         loss, ce = cross_entropy(rows, self.readout_weight, answers, torch.cat(weights))
-        ce_of_pass = (ce.view(num_passes, -1) * of_token).sum(1)
+        ce_of_pass = (ce.view(num_passes, -1) * token_weights).sum(1)  # (k,)
         metrics = {f"ce_{k}": ce_k for k, ce_k in enumerate(ce_of_pass, 1)}
         if num_passes > 1 and not self.training:
             state, token = self.paths(self.embed(idx), states[0])
@@ -443,8 +446,8 @@ class FullBandwidthGPT(FeedbackTransformer):
     """The same model one token after another, with a KV cache: the recurrence, the decoders."""
 
     def prefill(self, idx, cache, fused_passes):
-        """States (B, T, D) of a prompt after a plain pass and so many fused ones, each one's keys
-        and values replacing the last one's in the cache."""
+        """States (B, T, D) of a prompt after one plain pass and fused_passes fused ones. Each pass
+        overwrites what the one before has left in the cache."""
         e = self.embed(idx)
         plain = self.plain(idx)
         h = self.stack(e, cache)

@@ -32,17 +32,14 @@ AXES = {LOSS: ("log", "linear"), UPDATE: ("log", "log"), PATHS: ("linear", "line
 # Tables and figures
 
 def collect(measure, runs):
-    """{(title, columns): {name of row: values (seeds, len(values))}} of runs {(condition, seed):
-    run}. The condition stands before a row's name."""
+    """{(title, columns): {name of row: [values of each seed]}} of runs {(condition, seed): run}.
+    The condition stands before a row's name."""
     tables = {}
     for (condition, _), run in runs.items():
         for title, columns, name, values in measure(run):
             table = tables.setdefault((title, tuple(columns)), {})
             of_seeds = table.setdefault(f"{condition}{name}", [])
             of_seeds.append(torch.as_tensor(values).double().cpu())
-    for table in tables.values():
-        for name in table:
-            table[name] = torch.stack(table[name])
     return tables
 
 
@@ -63,14 +60,15 @@ def print_table(title, columns, table):
     width = max(len(title), *(len(name) for name in table))
     print(f"\n{title:{width}}" + "".join(f"{column:>12}" for column in columns))
     csv_rows = []
-    for name, values in table.items():
+    for name, of_seeds in table.items():
+        values = torch.stack(of_seeds)  # (seeds, columns)
         statistics = {"mean": values.mean(0)}
-        if len(values) > 1:
+        if len(of_seeds) > 1:
             statistics["spread"] = values.std(0, correction=0)
         for of, row in statistics.items():
             label = name if of == "mean" else "  +-"
             print(f"{label:{width}}" + "".join(f"{value:>12.4g}" for value in row.tolist()))
-            csv_row = {"table": title, "condition": name, "seeds": len(values), "of": of}
+            csv_row = {"table": title, "condition": name, "seeds": len(of_seeds), "of": of}
             csv_rows.append(csv_row | dict(zip(map(str, columns), row.tolist())))
     return csv_rows
 
@@ -82,8 +80,8 @@ def draw(tables, path):
         return
     figure, axes = train.new_figure(len(drawn))
     for axis, ((title, columns), table) in zip(axes, drawn.items()):
-        for name, values in table.items():
-            mean = values.mean(0)
+        for name, of_seeds in table.items():
+            mean = torch.stack(of_seeds).mean(0)
             axis.plot(columns[:len(mean)], mean, "o-", label=name)
         xscale, yscale = AXES[title]
         axis.set(title=title, xscale=xscale, yscale=yscale)
@@ -174,6 +172,10 @@ def report(path, task=None):
 # --------------------------------------------------------------------------------------------------
 # Sweeps: {name: (conditions, report)}
 
+MIXES = {"75+25": "0.75,0.25", "75+22+3": "0.75,0.22,0.03",  # the paper's
+         "0+100": "0,1", "0+97+3": "0,0.97,0.03", "0+70+30": "0,0.7,0.3"}
+
+
 def with_baselines(mixes, **fields):
     """Conditions: a standard model at equal steps, one at the compute of the last mix, and the
     mixes {name: mix} themselves."""
@@ -201,8 +203,6 @@ def without_each():
     return conditions
 
 
-MIXES = {"75+25": "0.75,0.25", "75+22+3": "0.75,0.22,0.03",  # the paper's
-         "0+100": "0,1", "0+97+3": "0,0.97,0.03", "0+70+30": "0,0.7,0.3"}
 FUSIONS = {name: dict(fusion=name) for name in ("gated", "add", "concat")}
 RUNNING_SUM = with_baselines({"feedback": "0.5,0.4,0.1"}, dataset="running-sum")
 SWEEPS = {
