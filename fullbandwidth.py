@@ -553,7 +553,7 @@ DATA = {"running-sum": RunningSumData}
 
 
 # --------------------------------------------------------------------------------------------------
-# Training. train.py's Run does the rest: devices, data, optimiser, schedule, evaluation, log, checkpoints.
+# Training. train.py's Run does the rest: devices, data, optimiser, evaluation, log, checkpoints.
 
 def sample_passes(config, seed, step, max_steps):
     """The number of passes of a training step, a pure function of (seed, step): resuming makes the
@@ -565,8 +565,10 @@ def sample_passes(config, seed, step, max_steps):
 
 
 def train_model(run):
-    run.max_steps = round(run.max_steps * (1 + run.config.more_passes(run.config.compute_of or "1")))
-    if run.options.dataset in ("wikitext-2", "wikitext-103") and run.config.document_end < 0:  # whose documents are lines
+    if run.config.compute_of:
+        run.max_steps = round(run.max_steps * (1 + run.config.more_passes(run.config.compute_of)))
+    if run.options.dataset in ("wikitext-2", "wikitext-103") and run.config.document_end < 0:
+        # There each line is a document. A line's end may be one token or two: take the last one.
         run.config.document_end = run.data.tokenizer.encode("\n\n=")[-2]
     model = FullBandwidthGPT(run.config)
     if run.config.init_from and not run.resumes:
@@ -574,20 +576,22 @@ def train_model(run):
     model = run.prepare(model)  # to its device, compiled; with --resume, as it was saved
     while run.step < run.max_steps:
         run.begin_step()  # and set its learning rate
-        passes = sample_passes(run.config, run.options.seed, run.step, run.max_steps)
+        num_passes = sample_passes(run.config, run.options.seed, run.step, run.max_steps)
         for idx, targets, num_targets in run.micro_batches():
             with run.autocast():
-                loss, metrics = model.loss(idx, targets, passes, num_targets)
+                loss, metrics = model.loss(idx, targets, num_passes, num_targets)
             run.backward(loss, metrics)
         run.average_gradients()  # over the processes of torchrun
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), run.options.max_grad_norm)
         run.optimizer_step(grad_norm)
         run.end_step()  # log, evaluate, save; exit here if Ctrl-C has asked for it
     run.finish()
-    for last in [row for row in run.rows if "val_loss" in row][-1:]:
+    evaluations = [row for row in run.rows if "val_loss" in row]
+    if evaluations:
+        last = evaluations[-1]
         ces = [f"{last[f'val_ce_{k}']:.3f}" for k in range(1, len(run.config.shares) + 1)]
-        run.say(f"validation loss after each pass: {', '.join(ces)}: see {run.out}/curves.png, then run\n"
-                f"python fullbandwidth.py {run.out}")
+        run.say(f"validation loss after each pass: {', '.join(ces)}: see {run.out}/curves.png, "
+                f"then run\npython fullbandwidth.py {run.out}")
 
 
 # --------------------------------------------------------------------------------------------------
