@@ -727,7 +727,7 @@ class Arguments:
 
 def main(argv):
     usage = "python fullbandwidth.py RUN [--prompt=TEXT] [--field=value ...]"
-    path, arguments, *_ = train.parse_run(usage, Arguments, argv)
+    path, arguments = train.parse_run(usage, Arguments, argv)
     if arguments.prompt is None:
         print_passes(path)
     else:
