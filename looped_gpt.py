@@ -467,11 +467,8 @@ class Arguments:
 
 
 def main(argv):
-    parser = train.Parser("python looped_gpt.py RUN [--prompt=TEXT] [--field=value ...]", Arguments)
-    parser.add_argument("run", metavar="RUN", help="a run directory, or a checkpoint in it")
-    values = parser.parse(argv or ["--help"])
-    path = values.pop("run")
-    a = Arguments(**values)
+    usage = "python looped_gpt.py RUN [--prompt=TEXT] [--field=value ...]"
+    path, a = train.parse_run(usage, Arguments, argv)
     model, options, tokenizer = train.load_model(path, "looped_gpt", LoopedGPT)
     if a.prompt is None:
         _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
