@@ -644,11 +644,9 @@ class Arguments:
 
 
 def main(argv):
-    parser = train.Parser("python stars.py RUN [--ask=1750+4733] [--loops=1,2,4]", Arguments)
-    parser.add_argument("run", metavar="RUN", help="a run directory, or a checkpoint in it")
-    values = parser.parse(argv or ["--help"])
-    model, options = load_run(values.pop("run"))
-    a = Arguments(**values)
+    usage = "python stars.py RUN [--ask=1750+4733] [--loops=1,2,4]"
+    path, a = train.parse_run(usage, Arguments, argv)
+    model, options = load_run(path)
     loops = train.loop_counts(a.loops) or LOOPS
     if a.ask:
         return ask(model, train.load_data(options, model.config), a.ask, loops)

@@ -61,3 +61,8 @@ def test_a_run_of_another_task_is_refused_in_one_line(tmp_path):
                 "--eval_batches=1", f"--data_dir={tmp_path}/data", f"--out_dir={tmp_path}/run"])
     with pytest.raises(train.UserError, match="needs a model that was trained on sums"):
         stability.main([f"{tmp_path}/run"])
+
+
+def test_a_seed_of_a_sweep_is_checked_like_any_other():
+    with pytest.raises(train.UserError, match="--seeds=-1: expected a whole number"):
+        stability.main(["ablation", "--seeds=1,-1"])
