@@ -2,18 +2,21 @@
 
 After Sharma & Vu, "Dense Supervision Is Not Enough: The Readout Blind Spot in Looped Language
 Models". A stack of pre-norm layers is applied K times, and cross-entropy on every loop's readout
-trains early exits. But a readout through RMSNorm gives r(aH) = r(H): the loss cannot see the scale
-of the state (Lemma 1), which the residual stream keeps moving, while the direction turns less and
-less, as 1 / ||H|| (Lemma 2). So dense supervision trains exits, and only a loss that sees the scale
-(a raw readout, a norm penalty), or a loop without scale (a norm between loops), controls it.
+trains early exits. But a readout through RMSNorm gives r(a H) = r(H) for every a > 0: CE_k cannot
+see the scale of the H_k that it reads (Lemma 1; the CE of a later loop can, through the residual
+stream). The residual stream keeps moving that scale, while the direction turns less and less, as
+1 / ||H|| (Lemma 2). So dense supervision (per_loop) trains exits but does not control the scale.
+What does: a loss that sees it (readout raw, norm_penalty), or a norm between the loops
+(inter_loop_norm), after which no loop depends on it.
 
     python train.py looped_gpt                         # train the tiny preset
     python looped_gpt.py out/looped_gpt-tiny           # what each loop's loss is, and what it sees
     python looped_gpt.py out/looped_gpt-tiny --prompt="The " --loops=2
     python experiments/blind_spot.py table1            # the paper's seven conditions
 
-Letters: B batch, T tokens, D width, V vocabulary, nh heads of size hs, K loops. H_k is the state
-(B, T, D) after loop k; s = ||H|| its scale and u = H / s its direction, per token.
+Letters: B batch, T tokens, D width, V vocabulary, nh heads of size hs, K loops, E the embeddings
+(V, D). H_k is the state (B, T, D) after loop k; s = ||H|| its scale and u = H / s its direction,
+per token. In a shape, B T is the product.
 """
 import math
 from dataclasses import dataclass
@@ -42,7 +45,7 @@ class Config:
     dropout: BelowOne = 0.0  # on the embeddings and on each sublayer's output
     readout: Readout = "rmsnorm"  # r in logits = r(H) E^T; final_only: raw before loop K
     supervision: Supervision = "per_loop"  # loss at loop K, at every loop, or by an exit gate
-    gate_input: GateInput = "normed"  # of the exit gate: r(H_k) (Ouro) or H_k (the release)
+    gate_input: GateInput = "normed"  # the exit gate reads r(H_k), or H_k as in the release
     norm_penalty: float = 0.0  # lambda of lambda * mean_k mean(H_k^2); the paper: 0.01
     inter_loop_norm: bool = False  # RMSNorm the state before it enters the next loop
     embd_std: float = 1.0  # std of the initial embeddings; 1.0 is what the authors' release has
@@ -67,7 +70,7 @@ SHOW = ("final_norm",)  # printed beside the loss, and drawn in curves.png
 # The model
 
 class RMSNorm(nn.Module):
-    """h / rms(h) * gain: blind to the scale of h, but for eps."""
+    """h / rms(h) * gain, with rms(h) = ||h|| / sqrt(D): blind to the scale of h, except for eps."""
 
     def __init__(self, width, eps=1e-6):
         super().__init__()
@@ -118,7 +121,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm: x += attn(norm(x)); x += ffn(norm(x)). What is added is blind to x's scale."""
+    """Pre-norm: x += attn(norm(x)); x += ffn(norm(x)). A sublayer is blind to its input's scale."""
 
     def __init__(self, config):
         super().__init__()
@@ -231,8 +234,8 @@ class LoopedGPT(nn.Module):
         else:  # the mean of (p * ce).sum(0)
             gate_input = torch.stack(states).flatten(1, 2) if c.gate_input == "raw" else x
             g = torch.sigmoid(self.gate(gate_input))[..., 0]  # (K, B T)
-            p = exit_probabilities(g.to(x.dtype))
-            weights = p * share
+            p = exit_probabilities(g.to(x.dtype))  # out of autocast's bfloat16
+            weights = p * share  # the gate learns through it: its gradient is that of p, times ce
         loss, ce = cross_entropy(x.flatten(0, 1), self.wte.weight,
                                  targets.clamp_min(0).repeat(len(loops)), weights.flatten())
         ce = ce.view(len(loops), -1)  # without gradient
@@ -308,11 +311,11 @@ def remove_radial(h, before):
     return h - radial * u
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Training. train.py's Run does the rest: devices, data, optimiser, schedule, evaluation, log, checkpoints.
+# --------------------------------------------------------------------------------------------------
+# Training. train.py's Run does what stands behind these names: devices, data, log, checkpoints.
 
 def train_model(run):
-    model = run.prepare(LoopedGPT(run.config))  # to its device, compiled; with --resume, as it was saved
+    model = run.prepare(LoopedGPT(run.config))  # to its device, compiled; with --resume, as saved
     while run.step < run.max_steps:
         run.begin_step()  # and set its learning rate
         for idx, targets, num_targets in run.micro_batches():
@@ -355,6 +358,9 @@ def loss_per_loop(model, batches, num_loops=None, clamp=None):
 def radial_gradient_fraction(model, batches):
     """Lemma 1's quantity, (K,): the mean over tokens of |<g, H_k>| / (||g|| ||H_k||), g being the
     gradient of CE_k with respect to H_k. 0: the loss does not see the scale; 1: it sees only that.
+
+    CE_k(a H_k) is constant in a if its derivative at a = 1, <g, H_k>, is 0. Only the path through
+    loop k's own readout counts here, not the one through later loops.
     """
     total = 0.0
     for idx, targets in batches:
@@ -366,7 +372,8 @@ def radial_gradient_fraction(model, batches):
             logits = model.readout(h, final=k >= model.config.num_loops)
             ce = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
             g, = torch.autograd.grad(ce, h)
-            # Or the squares of a small g would be 0. g = 0 gives NaN, which the mean leaves out.
+            # The squares of a small g would underflow; scaled, it has the same cosine. A token with
+            # g = 0 gives NaN, which nanmean leaves out.
             g = g / g.abs().amax(-1, keepdim=True)
             cosine = (g * h).sum(-1) / (g.norm(dim=-1) * h.norm(dim=-1))  # (B, T)
             fractions.append(cosine.abs().nanmean().detach())
@@ -404,13 +411,13 @@ def scale_dynamics(model, batches, num_loops=30):
 def lemma2_prediction(model, h):
     """What Lemma 2 predicts for one loop from h (B, T, D): (a_rad, ||b_perp|| / s), each (B, T).
 
-    b(u) = lim F(su) - su for s -> inf: every sublayer sees Norm(u), since what the earlier ones add
-    vanishes beside su. The radial increment is a_rad + O(1/s), the angular step
-    ||b_perp|| / s + O(1/s^2).
+    Phi being one loop, without a norm between loops, b(u) = lim Phi(su) - su for s -> inf: every
+    sublayer sees Norm(su), since what the earlier ones add vanishes beside su. The radial increment
+    is a_rad + O(1/s), the angular step ||b_perp|| / s + O(1/s^2).
     """
     s = h.norm(dim=-1)
     u = F.normalize(h, dim=-1)
-    x = u * math.sqrt(u.shape[-1])  # Norm(su) but for its gain; su is so large that eps is nothing
+    x = u * math.sqrt(u.shape[-1])  # Norm(su) without its gain: beside this s, eps is nothing
     b = torch.zeros_like(h)
     for block in model.blocks:
         b += block.attn(x * block.norm1.gain) + block.ffn(x * block.norm2.gain)
@@ -437,13 +444,15 @@ def print_loops(model, batches):
           f"K = {K}")
     ce = loss_per_loop(model, batches).tolist()
     fraction = radial_gradient_fraction(model, batches).tolist()
+    # One loop more than was trained: the angular step at loop K leads there.
     scale, _, angular_step, _ = scale_dynamics(model, batches, K + 1).T.tolist()
     print("loop      CE      PPL   scale   radial gradient fraction   angular step to next loop")
     for i in range(K):
         print(f"{i + 1:4d}  {ce[i]:6.4f}  {train.perplexity(ce[i]):7.3f}  {scale[i]:6.1f}"
               f"  {fraction[i]:25.1e}  {angular_step[i]:26.5f}")
     seen = sum(value > 1e-4 for value in fraction)  # rounding and RMSNorm's eps leave less
-    print(f"Lemma 1: the cross-entropies of {seen} of the {K} loops see the scale.\n"
+    print(f"Lemma 1: the cross-entropies of {seen} of the {K} loops see the scale of the "
+          f"state that they read.\n"
           f"Lemma 2: from loop 1 to {K} the scale goes from {scale[0]:.1f} to {scale[-1]:.1f}, "
           f"the angular step from {angular_step[0]:.3f} to {angular_step[-1]:.3f}.")
 

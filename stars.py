@@ -1,25 +1,27 @@
 """STARS: loops that never hurt, after "Stabilizing Recurrent Dynamics for Test-Time Scalable Latent
 Reasoning in Looped Language Models" (Yang et al., arXiv 2605.26733).
 
-A looped transformer iterates h^(t+1) = Phi(h^(t)). More loops than it was trained with never hurt
-if the iteration converges: if the spectral radius rho of the Jacobian J of Phi is below 1 at the
-state it tends to. STARS trains for it. External norms bound the state, random loop counts move the
-supervised state towards the limit, and JSRR penalises ||J v||^2 for a random unit v at h^(t), the
-state after the sampled loop t, which is read out: loss = (1 - lambda) CE + lambda ||J v||^2.
+A looped transformer iterates h^(t+1) = Phi(h^(t)). More loops than it was trained with do not hurt
+if the iteration settles at a fixed point that reads out right. States near a fixed point tend to it
+if the spectral radius rho (the largest |eigenvalue|) of the Jacobian J of Phi is below 1 there.
+STARS trains for it. External norms bound the state; random loop counts train the readout of states
+near the limit; and JSRR, Jacobian spectral radius regularisation, penalises ||J v||^2 for a random
+unit v at h^(t), the state after the sampled number of loops t, which is read out:
+loss = (1 - lambda) CE + lambda ||J v||^2.
 
     python train.py stars                        # 4-digit addition with STARS
-    python train.py stars --preset=baseline      # the same model without: rises, peaks, collapses
+    python train.py stars --preset=baseline      # always 4 loops, no JSRR: peaks, collapses
     python stars.py out/stars-addition           # exact match, relative step and norm against loops
     python stars.py out/stars-addition --ask=1750+4733 --loops=1,2,4,8,64
     python experiments/stability.py normalization  # more tables and figures: see there
 
-What one random v measures is *not* rho: E ||J v||^2 = ||J||_F^2 / N, the mean squared gain, for
-J v and J^T v alike. Power steps on J (or on its transpose) go to the dominant eigenvector, hence to
-rho; on J^T J to sigma_max, the largest singular value, which is at least rho. Where J is far from
-normal all three differ: `python experiments/stability.py RUN` prints them.
+What one random v measures is *not* rho: E v v^T = I / N, so E ||J v||^2 = ||J||_F^2 / N, the mean
+squared gain, for J v and J^T v alike. Power steps on J (or on its transpose) go to the dominant
+eigenvector, so the gain to rho; on J^T J to sigma_max, the largest singular value, at least rho.
+`python experiments/stability.py RUN` prints all three.
 
 Letters: B batch, T tokens, D width, V vocabulary, nh heads of width hs, h^(t) the (B, T, D) state
-after loop t, N = T D, J the (N, N) Jacobian of one loop.
+after loop t, N = T D, J the (N, N) Jacobian of one loop. A row is one sequence of a batch.
 """
 import itertools
 import math
@@ -43,8 +45,8 @@ LoopSampling = Literal["fixed", "lognormal", "poisson", "uniform"]
 
 @dataclass
 class Config:
-    vocab_size: Size = 15  # types; the data set it
-    block_size: Size = 16  # tokens in a window, T; the addition data set it
+    vocab_size: Size = 15  # types; fixed by the data
+    block_size: Size = 16  # tokens in a window, T; fixed by the data
     digits: Annotated[int, 2, 8] = 4  # digits of each operand of the sums, 2 to 8
     n_layer: Count = 1  # layers in the stack that is looped
     n_prelude: Annotated[int, 0, 10_000] = 0  # layers before the loop
@@ -61,8 +63,8 @@ class Config:
     loop_sampling: LoopSampling = "lognormal"  # how t, the loops of a training step, is drawn
     loop_mu: Annotated[float, -10, 10] = 1.4  # log-normal: log of the median
     loop_sigma: float = 0.5  # log-normal: std of the log
-    min_loops: Count = 1  # random t are clipped from below, and uniform ones start here
-    max_loops: Count = 16  # and from above, and end here
+    min_loops: Count = 1  # random t are raised to at least this; uniform ones start here
+    max_loops: Count = 16  # random t are lowered to at most this; uniform ones end here
     l2_penalty: float = 0.0  # weight of mean ||h^(t) - h^(t-1)||, a remedy that fails
     jsrr_lambda: Share = 0.1  # weight of JSRR against the cross-entropy, 0 to 1; 0: none
     jsrr_rows: Annotated[float, 0.001, 1] = 0.25  # share of the rows where J is taken, at least one
@@ -118,7 +120,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal, in elementary operations: PyTorch's fused kernels can be differentiated only once,
+    """Causal, in elementary operations: PyTorch's fused attention can be differentiated only once,
     and JSRR takes the gradient of a product with a Jacobian."""
 
     def __init__(self, config):
@@ -157,7 +159,9 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """Attention, then MLP: each a sublayer f, with norms where the placement has them (the paper's
-    normalisation study). Internal norms let the state grow; external ones, of the sum, bound it."""
+    normalisation study). Internal norms (pre, pre_sandwich) let the state grow; external ones, of
+    the sum (post, post_sandwich), bound it. norm1, norm2: around attention; norm3, norm4: around
+    the MLP."""
 
     def __init__(self, config):
         super().__init__()
@@ -230,8 +234,9 @@ class LoopedTransformer(nn.Module):
         return self.run_blocks(h, self.prelude, cache, 0, start)
 
     def step(self, h, cache=None, loop=0, start=0):
-        """The loop map Phi, (B, T, D) -> (B, T, D), row by row; without a cache and dropout a
-        function of the state alone."""
+        """The loop map Phi, (B, T, D) -> (B, T, D), each row for itself. It does not see the tokens
+        again: the question is only in h^(0). So Phi may contract only near each answer's fixed
+        point, not everywhere."""
         h = self.run_blocks(h, self.looped, cache, loop, start)
         if self.config.state_norm:
             h = self.norm(h)
@@ -286,15 +291,16 @@ class LoopedTransformer(nn.Module):
         """L_JSRR^(t): the mean of ||J^T v||^2 over rows of h = h^(t), v a random unit vector each.
 
         J at h^(t) is the Jacobian of loop t + 1, which is run for it, of the first jsrr_rows of the
-        rows only. J^T v, in reverse mode, has the same mean square as J v and costs less here. The
-        gradient flows into the weights and, through h, into the loops before, unless jsrr_detach.
+        rows only. J^T v, in reverse mode, has the same mean square as J v, costs less here, and has
+        a right gradient where F.layer_norm's J v has not (see jacobian_product). The gradient flows
+        into the weights and, through h, into the loops before, unless jsrr_detach.
         """
         h = h[:max(1, round(self.config.jsrr_rows * len(h)))]
         if self.config.jsrr_detach:
             h = h.detach()
         with torch.compiler.set_stance("force_eager"):  # torch.compile has no second derivatives
-            _, Jv = jacobian_product(self.step, h, random_directions(h), "vjp")
-        return Jv.square().sum() / len(h)
+            _, JTv = jacobian_product(self.step, h, random_directions(h), "vjp")
+        return JTv.square().sum() / len(h)
 
     def exact(self, h, targets):
         """The share of rows that are right at every target, given the last state: by induction over
@@ -362,8 +368,8 @@ def sample_loops(config, rng, n=1):
 
 class AdditionData:
     """Sums made on the fly, `1750+4733= 3846§`: two numbers of `digits` digits, the answer
-    reversed so that carries run forwards, an end mark. Targets are -1 where there is no loss:
-    before the answer, and after its end mark, where rows are padded with _.
+    reversed so that carries run forwards, an end mark. Targets are -1 where there is no loss: up to
+    the =, and after the end mark, where rows are padded with _.
 
     What a right answer is, only `symbol` and `result` say: training and every report ask them.
 
@@ -380,7 +386,7 @@ class AdditionData:
     def __init__(self, options, config):
         self.options = options
         self.digits = config.digits
-        self.T = 3 * config.digits + 4  # `1750+4733= 38460§` without its last token
+        self.T = 3 * config.digits + 4  # of `5750+4733= 38401§`, without its last token
         self.tokenizer = train.Tokenizer("char", self.vocab)
         self.vocab_size = self.tokenizer.vocab_size
         self.least, self.most = 10 ** (self.digits - 1), 10 ** self.digits - 1
@@ -486,7 +492,7 @@ def random_directions(h, generator=None):
 def jacobian_product(f, h, v, mode):
     """(f(h), J v) for mode jvp, forward mode; (f(h), J^T v) for vjp, reverse mode. Both can be
     differentiated again; but the gradient of F.layer_norm's J v is wrong in PyTorch 2.13."""
-    with sdpa_kernel(SDPBackend.MATH):  # where f has fused attention: take it apart
+    with sdpa_kernel(SDPBackend.MATH):  # for an f with fused attention, as Ouro's: take it apart
         if mode == "jvp":
             return torch.func.jvp(f, (h,), (v,))
         after, pull_back = torch.func.vjp(f, h)
@@ -495,11 +501,11 @@ def jacobian_product(f, h, v, mode):
 
 @torch.no_grad()
 def power_iteration(model, h, steps, mode, generator=None):
-    """||J v|| at each of `steps` power steps, (steps, B), from a random unit v: the first is the
-    one-step estimate.
+    """||J v||, or ||J^T v|| for vjp, at each of `steps` power steps, (steps, B), from a random unit
+    v: the square of the first is what JSRR averages.
 
-    v <- J v (jvp) and v <- J^T v (vjp) tend to rho, or circle it where a complex pair dominates;
-    v <- J^T J v (both) rises to sigma_max.
+    With v <- J v (jvp) or J^T v (vjp) they tend to rho, or circle it where a complex pair
+    dominates; with v <- J^T J v (both) they rise to sigma_max.
     """
     v = random_directions(h, generator)
     gains = []
@@ -607,8 +613,8 @@ def load_run(path):
 
 
 def against_loops(model, idx, targets, loops):
-    """Print exact match, relative step and norm at each loop count. Returns the exact matches, and
-    `convergence` up to one loop more than the largest count."""
+    """Print exact match, relative step and norm (of the first 250 sums) at each loop count. Returns
+    the exact matches, and `convergence` up to one loop more than the largest count."""
     c = model.config
     print(f"{c.placement} {c.norm}, {c.loop_sampling} loops, lambda {c.jsrr_lambda}; {len(idx)} "
           f"held-out sums")

@@ -250,7 +250,7 @@ def test_a_run_answers_with_one_small_table_that_shows_the_claim(tmp_path, capsy
         assert first == f"readout {readout}, supervision per_loop, norm penalty 0.0, K = 3" and len(loops) == 3
         for name in ("CE", "PPL", "scale", "radial gradient fraction", "angular step"):
             assert name in head
-        assert f"cross-entropies of {sees} of the 3 loops see the scale" in lemma1 and "angular step from" in lemma2
+        assert f"cross-entropies of {sees} of the 3 loops see the scale of the state" in lemma1 and "angular step from" in lemma2
         model, options, tokenizer = train.load_model(out, "looped_gpt", LoopedGPT)
         _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
         ce, dynamics = looped_gpt.loss_per_loop(model, batches), looped_gpt.scale_dynamics(model, batches, 4)
