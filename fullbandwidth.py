@@ -4,9 +4,10 @@ A decoder hands on one token id, and throws away the top-layer state h_{t-1} tha
 that state is the next input, and the token is its gate (equation 4):
 e_t (x) h_{t-1} = (W_U h_{t-1}) * sigmoid(W_G e_t). Training stays parallel (equations 10 to 12):
 pass 1 is the ordinary forward, pass k reads the states of pass k - 1, shifted by one position.
-This is a Jacobi iteration, exact at position t after t passes; the few steps that train three
-passes are to make it contract. A window holds several documents: no state is fed back from one to
-the next (document_end), but attention looks across.
+This is a Jacobi iteration on the recurrence: the t-th position is exact after t passes, and a map
+that contracts is close long before; the few steps that train three passes are to make it contract.
+A window may hold several documents. With document_end set (in WikiText it is) no state is fed back
+from one to the next, but attention looks across; without it, states cross too.
 
     python train.py fullbandwidth                              # train the tiny preset
     python train.py fullbandwidth --preset=running-sum         # sums past the trained length
@@ -15,7 +16,8 @@ the next (document_end), but attention looks across.
     python experiments/feedback.py passes                      # compare mixes: the paper's figure 3
 
 Letters: B batch, T tokens, D width, V vocabulary, S slots of the KV cache, nh query heads, nkv key
-heads, hs their width; e embeddings and h^(k) pass k's final-normed top states, (B, T, D).
+heads, hs their width; e embeddings, x inputs of the stack and h^(k) pass k's final-normed top
+states, (B, T, D).
 """
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
@@ -38,19 +40,19 @@ class Config:
     n_kv_head: Count = 4  # key and value heads, each shared by n_head / n_kv_head query heads
     n_embd: Size = 96  # width of the residual stream, D
     mlp_width: Size = 256  # hidden width of the SwiGLU
-    window: int = 0  # tokens that a layer looks back, itself included; 0: block_size
-    full_every: Count = 6  # with a window: every so many layers, one looks back block_size tokens
+    window: int = 0  # reach of attention in tokens, the query's own included; 0: block_size
+    full_every: Count = 6  # with a window: every so many layers, one reaches block_size tokens
     head_gates: bool = False  # each head's output times a sigmoid of the layer's input
-    rope_theta: Annotated[float, 1, 10**9] = 10_000.0  # the slowest rotation's period: 2 pi theta
+    rope_theta: Annotated[float, 1, 10**9] = 10_000.0  # of the angles theta^(-2i/hs) per token
     fusion: Literal["gated", "add", "concat"] = "gated"  # equation 4; e + W_U h; W_U h + W_G e
-    mix: str = "0.75,0.22,0.03"  # shares of the steps with 1, 2, 3 .. passes; 1: a standard model
+    mix: str = "0.75,0.22,0.03"  # shares of steps with 1, 2, 3 .. passes; --mix=1: standard model
     feedback_from: BelowOne = 0.5  # fraction of the steps, with one pass, before feedback starts
     depth_scale: bool = True  # residual branches times 1 / sqrt(2 n_layer)
     input_norm: bool = True  # one shared RMSNorm on embeddings and on the stack's inputs
     jitter: float = 0.02  # in training, uniform noise of this size on the states fed back
     prefix_mix: bool = True  # in training, plain inputs before a random position of each sequence
     tied: bool = True  # the readout multiplies with the input embeddings
-    compute_of: str = ""  # a mix: train as many more steps as its passes would cost
+    compute_of: str = ""  # another mix: train as many steps more as its passes would cost
     document_end: Token = -1  # no state is fed back after it; -1: none, a line's end in WikiText
     modulus: Annotated[int, 2, 1000] = 3  # of --dataset=running-sum, at most 1,000
     init_from: str = ""  # a run or checkpoint to start from; it may lack W_U and W_G
@@ -73,7 +75,8 @@ class Config:
 
     def more_passes(self, mix):
         """Passes beyond the first, averaged over a training with that mix."""
-        return (1 - self.feedback_from) * sum(k * share for k, share in enumerate(parse_mix(mix)))
+        later = sum(extra * share for extra, share in enumerate(parse_mix(mix)))
+        return (1 - self.feedback_from) * later
 
 
 def parse_mix(mix, field="mix"):
@@ -251,7 +254,8 @@ class Transformer(nn.Module):
         return F.linear(h, self.readout_weight)
 
     def embed(self, idx):
-        """e of tokens (B, T): normed in every pass, so that a plain input is the same in all."""
+        """e = norm_in(wte) of tokens (B, T). run_blocks applies the same norm to every input, so to
+        a plain one once more: in every pass, so that a plain input is the same in all."""
         return self.norm_in(self.wte(idx))
 
     def stack(self, x, cache=None):
@@ -395,7 +399,7 @@ class FeedbackTransformer(Transformer):
         return states
 
     def modes(self):
-        """The decoders that this model has."""
+        """The decoding modes that this model has."""
         return MODES if self.W_U is not None else MODES[:1]
 
     def need_feedback(self, what):
@@ -409,7 +413,8 @@ class FeedbackTransformer(Transformer):
         Equation 12 with lambda = 1: CE_1 + mean_{k >= 2} CE_k, over num_passes passes, by default
         all of the mix. A CE is a sum over tokens, divided by num_targets, by default how many
         targets there are. metrics: ce_k in nats; in evaluation also the mean norms of the fusion's
-        two paths.
+        two paths. With one pass it is CE_1 alone, with more about twice a CE: compare mixes by
+        val_ce_k, not by val_loss.
         """
         if num_passes is None:
             num_passes = len(self.config.shares)
@@ -425,6 +430,7 @@ class FeedbackTransformer(Transformer):
         ce_of_pass = (ce.view(num_passes, -1) * token_weights).sum(1)  # (k,)
         metrics = {f"ce_{k}": ce_k for k, ce_k in enumerate(ce_of_pass, 1)}
         if num_passes > 1 and not self.training:
+            # Not shifted: each path's mean norm is taken by itself.
             state, token = self.paths(self.embed(idx), states[0])
             metrics["state_path"] = state.norm(dim=-1).mean().detach()
             metrics["token_path"] = token.norm(dim=-1).mean().detach()
@@ -443,7 +449,7 @@ class FeedbackTransformer(Transformer):
 
 
 class FullBandwidthGPT(FeedbackTransformer):
-    """The same model one token after another, with a KV cache: the recurrence, the decoders."""
+    """The same model one token after another, with a KV cache: recurrence and decoding modes."""
 
     def prefill(self, idx, cache, fused_passes):
         """States (B, T, D) of a prompt after one plain pass and fused_passes fused ones. Each pass
@@ -489,7 +495,7 @@ class FullBandwidthGPT(FeedbackTransformer):
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, mode="standard", prefill_passes=1, temperature=1.0,
                  top_k=None, seed=None, stop=()):
-        """The tokens that continue each prompt, as lists, up to the first token of `stop`.
+        """The tokens that continue each prompt, as lists, up to and including the first of `stop`.
 
         prompts: lists of 1 to block_size tokens. temperature 0 is greedy. standard: a plain
         prefill, then token embeddings. soft: a plain prefill, then every generated token is fused
@@ -513,7 +519,7 @@ class FullBandwidthGPT(FeedbackTransformer):
         token = idx[rows, lengths - 1][:, None]  # (B, 1)
         answers = [[] for _ in prompts]
         for n in range(max_new_tokens):
-            if n > 0:  # the token drawn last becomes an input
+            if n > 0:  # the token drawn last is an input; h, at token_before, is what chose it
                 x = self.embed(token)
                 if mode != "standard":
                     x = self.next_input(x, h, plain=token_before == self.config.document_end)
@@ -560,7 +566,7 @@ def sample_passes(config, seed, step, max_steps):
     same draws."""
     if step <= config.feedback_from * max_steps:
         return 1
-    random = np.random.default_rng([seed, step, 1])
+    random = np.random.default_rng([seed, step, 1])  # 1: another stream than the data's
     return 1 + int(random.choice(len(config.shares), p=config.shares))
 
 
@@ -568,12 +574,13 @@ def train_model(run):
     if run.config.compute_of:
         run.max_steps = round(run.max_steps * (1 + run.config.more_passes(run.config.compute_of)))
     if run.options.dataset in ("wikitext-2", "wikitext-103") and run.config.document_end < 0:
-        # There each line is a document. A line's end may be one token or two: take the last one.
+        # There each line is a document. Its end, as it is encoded before more text (= stands for
+        # that): one token or two, of which the last counts.
         run.config.document_end = run.data.tokenizer.encode("\n\n=")[-2]
     model = FullBandwidthGPT(run.config)
     if run.config.init_from and not run.resumes:
         model.load_weights(run.config.init_from, run.data.tokenizer)
-    model = run.prepare(model)  # to its device, compiled; with --resume, as it was saved
+    model = run.prepare(model)  # to its device, compiled; with --resume, as saved
     while run.step < run.max_steps:
         run.begin_step()  # and set its learning rate
         num_passes = sample_passes(run.config, run.options.seed, run.step, run.max_steps)
@@ -684,7 +691,7 @@ def feedback_gains(model, idx, steps=16, generator=None):
 @torch.no_grad()
 def zeroed_loss(model, batches):
     """CE of the second pass with h = 0: what the fusion's token path alone is worth, the shortcut
-    past the state."""
+    past the state. By construction that is pass 1's for `add`, and an input of 0 for `gated`."""
     total = 0.0
     for idx, targets in batches:
         e = model.embed(idx)
