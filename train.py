@@ -1,18 +1,42 @@
-"""The driver that looped_gpt.py, stars.py and fullbandwidth.py share. Read those first: they hold the papers.
+"""The driver that looped_gpt.py, stars.py and fullbandwidth.py share. Read those first: they hold
+the papers.
 
-    python train.py MODEL [--preset=NAME] [--field=value ...]        # MODEL: looped_gpt, stars, fullbandwidth
-    python train.py MODEL --resume                                   # go on where it stopped
-    torchrun --nproc_per_node=4 train.py MODEL ...                   # data-parallel
-    python train.py MODEL --help                                     # every field, its default and its meaning
+    python train.py MODEL [--preset=NAME] [--field=value ...]   # looped_gpt, stars, fullbandwidth
+    python train.py MODEL --resume                              # go on where it stopped
+    torchrun --nproc_per_node=4 train.py MODEL ...              # data-parallel
+    python train.py MODEL --help                                # every field and its default
 
-In the order below: what a value may be, options and command line, text and tokenizers, batches, cross-entropy, the
-run (device, optimiser, schedule, log, checkpoint), evaluation, sweeps. A script brings `Config`, `PRESETS`, `SHOW`,
-`DATA` where it has tasks of its own, and `train_model(run)`, its visible training loop; its model brings `blocks`, `loss(idx, targets)` and
-`flops_per_token()`.
+In the order below: what a value may be, options and command line, files, text and tokenizers,
+batches, cross-entropy, device and optimiser, checkpoints, log, the run, sweeps. A script brings
+`Config`, `PRESETS`, `SHOW`, `DATA` where it has tasks of its own, and `train_model(run)`, its
+visible training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
 """
-import argparse, base64, collections, contextlib, csv, dataclasses, difflib, functools, hashlib, http.client
-import importlib, inspect, io, itertools, json, math, multiprocessing, os, pydoc_data.topics, re, signal, sys
-import threading, time, urllib.request, zipfile, zlib
+import argparse
+import base64
+import collections
+import contextlib
+import csv
+import dataclasses
+import difflib
+import functools
+import hashlib
+import http.client
+import importlib
+import inspect
+import io
+import itertools
+import json
+import math
+import os
+import pydoc_data.topics
+import re
+import signal
+import sys
+import threading
+import time
+import urllib.request
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
 
@@ -30,41 +54,48 @@ MODELS = ("looped_gpt", "stars", "fullbandwidth")
 
 
 class UserError(ValueError):
-    """A mistake that its message explains; the command line prints it as one line, without a traceback."""
+    """A mistake that its message explains; the command line prints that line, and no traceback."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a value may be, by the annotation of its field: it may come from the command line, a file or Python.
+# --------------------------------------------------------------------------------------------------
+# What a value may be, by the annotation of its field. It may come from the command line, from a
+# file, or from Python.
 
 Count = Annotated[int, 1, 10_000]  # how often something is done again: layers, loops, passes
-Size = Annotated[int, 1, 10_000_000]  # how much there is at a time: tokens, widths, rows
+Size = Annotated[int, 1, 10_000_000]  # how much there is at a time: tokens, widths, sequences
 Token = Annotated[int, -1, 10_000_000]  # the id of a token; -1: of none
 Seed = Annotated[int, 0, 2**63 - 1]
 Share = Annotated[float, 0, 1]
 BelowOne = Annotated[float, 0, 0.9999]
-RANGES = {int: (0, 10_000_000), float: (0, 10**9)}  # of a field that says no more than `int` or `float`
+RANGES = {int: (0, 10_000_000), float: (0, 10**9)}  # of a field that is just `int` or `float`
 
 
 def type_and_range(kind):
     """(type, least, most) of a number's annotation, (type,) of another one."""
-    return get_args(kind) if get_origin(kind) is Annotated else (kind, *RANGES.get(kind, ()))
+    if get_origin(kind) is Annotated:
+        return get_args(kind)
+    return (kind, *RANGES.get(kind, ()))
 
 
 def check_value(name, value, kind):
-    """UserError unless the value is of this kind: a type, a number in its range, or one of a Literal's choices."""
+    """UserError unless the value is of this type, in its range, or one of a Literal's choices."""
     of_type, *limits = type_and_range(kind)
     if get_origin(kind) is Literal:
-        valid, expected = value in get_args(kind), f"one of {', '.join(get_args(kind))}"
+        valid = value in get_args(kind)
+        expected = f"one of {', '.join(get_args(kind))}"
     elif limits:
         least, most = limits
-        number = isinstance(value, (int, of_type)) and not isinstance(value, bool)
-        valid = number and least <= value <= most  # false for nan
-        expected = f"a {'whole ' if of_type is int else ''}number from {least:,} to {most:,}"
-    elif of_type is str:  # which may be printed, and name a file
-        valid = isinstance(value, str) and "\0" not in value and value.encode(errors="ignore").decode() == value
+        is_number = isinstance(value, (int, of_type)) and not isinstance(value, bool)
+        valid = is_number and least <= value <= most  # false for nan
+        whole = "whole " if of_type is int else ""
+        expected = f"a {whole}number from {least:,} to {most:,}"
+    elif of_type is str:  # it may name a file, or be printed
+        valid = isinstance(value, str) and "\0" not in value
+        valid = valid and value.encode(errors="ignore").decode() == value
         expected = "text in UTF-8"
     else:
-        valid, expected = isinstance(value, of_type), f"a value of type {of_type.__name__}"
+        valid = isinstance(value, of_type)
+        expected = f"a value of type {of_type.__name__}"
     if not valid:
         raise UserError(f"{name}={value!s:.60}: expected {expected}")
 
@@ -77,12 +108,12 @@ def check_fields(config):
             check_value(f"--{f.name}", value, f.type)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Options and the command line. A field's comment is its help text.
 
 @dataclasses.dataclass
 class Options:
-    dataset: str = "python-docs"  # or shakespeare, wikitext-2, wikitext-103, addition, running-sum, statetrack, a text file
+    dataset: str = "python-docs"  # shakespeare, wikitext-2, wikitext-103, a text file, a task
     tokenizer: Literal["char", "regex", "gpt2"] = "char"  # of a text; a task has its own
     data_dir: str = "data"  # where downloads and token caches are kept
     out_dir: str = ""  # the run directory; empty: out/MODEL-PRESET
@@ -90,23 +121,23 @@ class Options:
     epochs: Count = 1  # passes over the training windows, when max_steps is 0
     batch_size: Size = 32  # sequences per forward pass, over all processes together
     grad_accum: Count = 1  # forward passes per optimiser step
-    stride: int = 0  # 0: windows start anywhere, at random; else every `stride` tokens, shuffled each epoch
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon on the blocks' matrices, AdamW on the rest
+    stride: int = 0  # tokens between windows, shuffled each epoch; 0: windows start at random
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: the blocks' matrices; AdamW for the rest
     lr: float = 3e-4  # peak learning rate of AdamW
     muon_lr: float = 0.01  # peak learning rate of Muon
     weight_decay: float = 0.01  # on matrices only
     beta2: BelowOne = 0.999  # AdamW's second moment decay
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
-    schedule: Literal["constant", "cosine", "wsd"] = "constant"  # after the warm-up; cosine and wsd end at 0
+    schedule: Literal["constant", "cosine", "wsd"] = "constant"  # cosine and wsd end at 0
     warmup_steps: int = 0  # steps of linear warm-up
-    decay_share: Share = 0.25  # share of all steps, warm-up included: the last ones, in which wsd decays
+    decay_share: Share = 0.25  # wsd decays in this share of all steps, warm-up included: the last
     log_interval: Size = 10  # steps between progress lines (and rows of log.csv)
     eval_interval: Size = 100  # steps between evaluations, each followed by a checkpoint
-    eval_batches: Count = 10  # an evaluation has as many rows as this many training steps
+    eval_batches: Count = 10  # an evaluation has as many sequences as this many training steps
     seed: Seed = 42  # seeds initialisation, data order and dropout
     device: str = "auto"  # auto, cuda, mps or cpu
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where the hardware is fast at it
-    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile of the blocks; auto: on CUDA, on CPUs above 10M weights
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where that is fast
+    compile: Literal["auto", "on", "off"] = "auto"  # auto: on CUDA, and on CPUs above 10M weights
     resume: bool = False  # go on from out_dir's last checkpoint
     overwrite: bool = False  # start again in an out_dir that holds a run
 
@@ -122,7 +153,6 @@ class Options:
         return self.batch_size * self.grad_accum
 
 
-
 DATA_DIR = Options.data_dir  # the command line's: what a run has saved must not say where we write
 
 
@@ -133,45 +163,61 @@ def nearest(word, known):
 
 
 class Parser(argparse.ArgumentParser):
-    """--field=value for every field of the dataclasses. A field's help text is the comment behind it."""
+    """--field=value for every field of the dataclasses."""
 
     def __init__(self, usage, *classes, epilog=None):
-        super().__init__(usage=usage, epilog=epilog, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False)
-        self.fields = [f"--{f.name}" for cls in classes for f in dataclasses.fields(cls)]
+        super().__init__(usage=usage, epilog=epilog, allow_abbrev=False,
+                         formatter_class=argparse.RawTextHelpFormatter)
+        self.fields = []
         for cls in classes:
             comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
             group = self.add_argument_group(f"{cls.__module__}.{cls.__name__}")
             for f in dataclasses.fields(cls):
-                of_type, *_ = type_and_range(f.type)
-                help_text = f"{comments.get(f.name, '')} [{f.default}]".replace("%", "%%")
-                group.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=help_text, **(
-                    {"action": argparse.BooleanOptionalAction} if f.type is bool else
-                    {"choices": get_args(f.type)} if get_origin(f.type) is Literal else {"type": of_type}))
+                self.add_field(group, f, comments.get(f.name, ""))
+
+    def add_field(self, group, field, comment):
+        if field.type is bool:
+            takes = {"action": argparse.BooleanOptionalAction}  # --resume, --no-resume
+        elif get_origin(field.type) is Literal:
+            takes = {"choices": get_args(field.type)}
+        else:
+            takes = {"type": type_and_range(field.type)[0]}
+        help_text = f"{comment} [{field.default}]".replace("%", "%%")
+        group.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=help_text, **takes)
+        self.fields.append(f"--{field.name}")
 
     def error(self, message):
         raise UserError(message)
 
     def parse(self, argv):
-        """The fields that argv sets, as a dict; UserError names the nearest fields to an unknown one."""
+        """The fields that argv sets, as a dict; UserError names the nearest to an unknown one."""
         global DATA_DIR
         values, unknown = self.parse_known_args(argv)
         if unknown:
             word = unknown[0].split("=")[0]
-            raise UserError(f"{word}: no such field; {nearest(word, self.fields)}")
+            advice = nearest(word, self.fields)
+            if word == "--sweep":
+                advice = "type python experiments/NAME.py SWEEP; experiments/README.md lists them"
+            raise UserError(f"{word}: no such field; {advice}")
         DATA_DIR = getattr(values, "data_dir", Options.data_dir)
         return vars(values)
 
 
 def split_fields(values, *classes):
     """One dict per dataclass, of the values that are its fields."""
-    return [{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values} for cls in classes]
+    parts = []
+    for cls in classes:
+        names = [f.name for f in dataclasses.fields(cls)]
+        parts.append({name: values[name] for name in names if name in values})
+    return parts
 
 
 def parse_run(usage, cls, argv):
-    """(RUN, a cls) of a script's own command line, which names a run directory or a checkpoint in it."""
+    """(RUN, a cls) of a script's own command line, which names a run or a checkpoint in it."""
     parser = Parser(usage, cls)
     parser.add_argument("run", metavar="RUN", help="a run directory, or a checkpoint in it")
-    parser.add_argument("--data_dir", default=argparse.SUPPRESS, help="where downloads and token caches are kept [data]")
+    parser.add_argument("--data_dir", default=argparse.SUPPRESS,
+                        help="where downloads and token caches are kept [data]")
     values = parser.parse(argv or ["--help"])
     path = values.pop("run")
     values.pop("data_dir", None)  # which parse has noted
@@ -181,14 +227,28 @@ def parse_run(usage, cls, argv):
 
 
 def loop_counts(text):
-    """'1,2,4' -> [1, 2, 4]; [] of no text, that is of a field left at its default."""
+    """'1,2,4' -> [1, 2, 4]; [] of None, that is of a field left at its default."""
+    if text is None:
+        return []
     try:
-        counts = [int(n) for n in text.split(",")] if text is not None else []
+        counts = [int(n) for n in text.split(",")]
     except ValueError:
-        raise UserError(f"--loops={text:.60}: expected a number, or several as in --loops=1,2,4") from None
+        raise UserError(f"--loops={text:.60}: expected a number, or some as in 1,2,4") from None
     for n in counts:
         check_value("--loops", n, Count)
     return counts
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
+
+# What a run directory may hold, in the order in which --overwrite deletes it: a run without its
+# config.json goes on from its checkpoint, so a kill in between leaves the old run, or none, but
+# never a mixture.
+RUN_FILES = ("config.json", "ckpt.pt", "best.pt", "log.csv", "log.csv.old", "eval.json",
+             "curves.png", "diagnostics.png", "passes.csv", "passes.png", "decoding.csv",
+             "decoding.png", "running_sum.csv", "running_sum.png", "statetrack.csv",
+             "statetrack.png")
 
 
 def run_directory(path):
@@ -197,8 +257,9 @@ def run_directory(path):
 
 
 @contextlib.contextmanager
-def whole_file(path, mode="wb"):
-    """open(path, mode), but flushed to disk and renamed at the end: `path` is never half-written, even if we are killed."""
+def atomic_write(path, mode="wb"):
+    """open(path, mode), but under another name, flushed to disk and renamed at the end: `path` is
+    never half-written, even if we are killed."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as f:
@@ -210,148 +271,206 @@ def whole_file(path, mode="wb"):
         temporary.unlink(missing_ok=True)
 
 
-# What a run directory may hold, in the order in which --overwrite deletes it: a run without its config.json goes on from
-# its checkpoint, so a kill in between leaves the old run, or none, but never a mixture.
-RUN_FILES = ("config.json", "ckpt.pt", "best.pt", "log.csv", "log.csv.old", "eval.json", "curves.png", "diagnostics.png",
-             *(f"{measure}.{kind}" for measure in ("passes", "decoding", "running_sum", "addition", "statetrack")
-               for kind in ("csv", "png")))
-
-
 @contextlib.contextmanager
 def locked(path, *names, wait=True):
-    """Hold the lock file at `path`, which goes with its process however that ends, and remove the temporary files that a
-    kill has left of the files `names` beside it. If another process has it, wait for it, or raise UserError."""
+    """Hold the lock file at `path`, which goes with its process however that ends, and remove the
+    temporary files that a kill has left of the files `names` beside it. If another process has it,
+    wait for it, or raise UserError."""
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(open(path, "a"))
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for left in (left for name in names for left in path.parent.glob(f"{name}.[0-9]*.tmp")):
-                left.unlink()
+            for name in names:
+                for left in path.parent.glob(f"{name}.[0-9]*.tmp"):
+                    left.unlink()
         except BlockingIOError:
-            raise UserError(f"another process is training in {path.parent}: wait for it, or choose another "
-                            f"--out_dir") from None
+            raise UserError(f"another process is training in {path.parent}: wait for it, or choose "
+                            f"another --out_dir") from None
         except OSError:  # read-only, or a file system without locks
             pass
         yield
 
 
 def write_json(path, value):
-    with whole_file(path, "w") as f:
+    with atomic_write(path, "w") as f:
         json.dump(value, f, indent=1, ensure_ascii=False, default=str)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def write_csv(path, rows):
+    """Rows (dicts) under the union of their columns."""
+    columns = []
+    if "step" in rows[0]:  # log.csv: these first, in this order
+        columns = ["step", "tokens", "train_loss", "val_loss", "lr", "tokens_per_sec", "mfu"]
+    for row in rows:
+        columns += [name for name in row if name not in columns]
+    with atomic_write(path, "w") as f:
+        writer = csv.DictWriter(f, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read_csv(path):
+    """The rows of a CSV of numbers and words, empty cells left out, numbers as they were."""
+    if not path.exists():
+        return []
+    # A spreadsheet may have saved it, with a mark at its beginning or in another encoding.
+    text = path.read_text(encoding="utf-8-sig", errors="replace").replace("\0", "")
+    rows = []
+    for row in csv.DictReader(io.StringIO(text)):
+        rows.append({name: number_or_word(cell) for name, cell in row.items() if name and cell})
+    return rows
+
+
+def number_or_word(cell):
+    try:
+        return int(cell) if cell.lstrip("-").isdigit() else float(cell)
+    except ValueError:
+        return cell
+
+
+# --------------------------------------------------------------------------------------------------
 # Text, read whole into memory once; then its tokens are read from a cache on disk.
 
 DOWNLOADS = {  # address, size in bytes, SHA-256, where known
-    "shakespeare": ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt", 1115394,
-                    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),
+    "shakespeare": (
+        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+        1115394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),
     "wikitext-2": ("https://wikitext.smerity.com/wikitext-2-raw-v1.zip", None, None),
-    "wikitext-103": ("https://wikitext.smerity.com/wikitext-103-raw-v1.zip", 191984949, None)}
+    "wikitext-103": ("https://wikitext.smerity.com/wikitext-103-raw-v1.zip", 191984949, None),
+}
 GPT2_RANKS = ("https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken", 835554,
               "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930")
-PARALLEL = 1 << 24  # texts from this many characters on are tokenized on all cores
 
 
 def download(path, url, size=None, sha256=None):
-    """Fetch url into path, whole or not at all. Its size and checksum are verified, also of a file put there by hand."""
-    def verify(p):
-        if size and p.stat().st_size != size:
-            raise UserError(f"{path} should have {size:,} bytes and has {p.stat().st_size:,}: delete it and try again")
-        if sha256 and hashlib.sha256(p.read_bytes()).hexdigest() != sha256:
-            raise UserError(f"{path} has another SHA-256 than the published file: delete it and try again")
-
+    """Fetch url into path, whole or not at all. What is there, perhaps by hand, is verified too."""
     if path.exists():
-        return verify(path)
+        return verify(path, path, size, sha256)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with (locked(path.parent / "data.lock", path.name), urllib.request.urlopen(url, timeout=30) as reply,
-              whole_file(path) as f):
-            total = int(reply.headers.get("Content-Length") or 0)
-            while chunk := reply.read(1 << 20):
-                f.write(chunk)
-                print(f"\r{path.name}: {f.tell() / 1e6:.1f} of {total / 1e6:.1f} MB", end="", file=sys.stderr, flush=True)
-            print(file=sys.stderr)
-            if f.tell() < total:
-                raise ConnectionError(f"the connection ended after {f.tell():,} of {total:,} bytes")
-            f.flush()
-            verify(Path(f.name))
+        with locked(path.parent / "data.lock", path.name), atomic_write(path) as f:
+            fetch(url, f, path.name)
+            verify(path, f.name, size, sha256)
     except (OSError, http.client.HTTPException) as error:
-        raise UserError(f"no download: {error}. Put {url} at {path} by hand, or use --dataset=python-docs "
-                        f"--tokenizer=char, which need none") from None
+        raise UserError(f"no download: {error}. Put {url} at {path} by hand, or use "
+                        f"--dataset=python-docs --tokenizer=char, which need none") from None
+
+
+def fetch(url, f, name):
+    """Write what is at url into the open file f, with a progress line."""
+    with urllib.request.urlopen(url, timeout=30) as reply:
+        total = int(reply.headers.get("Content-Length") or 0)
+        while chunk := reply.read(1 << 20):
+            f.write(chunk)
+            progress = f"\r{name}: {f.tell() / 1e6:.1f} of {total / 1e6:.1f} MB"
+            print(progress, end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    if f.tell() < total:  # urllib says nothing of a connection that ends early
+        raise ConnectionError(f"the connection ended after {f.tell():,} of {total:,} bytes")
+    f.flush()
+
+
+def verify(path, file, size, sha256):
+    """UserError, about `path`, unless the file has this size and this checksum."""
+    content = Path(file)
+    if size and content.stat().st_size != size:
+        raise UserError(f"{path} should have {size:,} bytes and has {content.stat().st_size:,}: "
+                        f"delete it and try again")
+    if sha256 and hashlib.sha256(content.read_bytes()).hexdigest() != sha256:
+        raise UserError(f"{path} has another SHA-256 than it should: delete it and try again")
 
 
 def find_source(dataset, data_dir):
-    """The file that holds the text of a named data set, downloaded where need be, or the user's own."""
+    """The file that holds the text: the user's own, or a named data set's, downloaded once."""
     if dataset == "python-docs":
         return Path(pydoc_data.topics.__file__)
     if dataset in DOWNLOADS:
-        path = data_dir / f"{dataset}{Path(DOWNLOADS[dataset][0]).suffix}"
+        url = DOWNLOADS[dataset][0]
+        path = data_dir / f"{dataset}{Path(url).suffix}"
         download(path, *DOWNLOADS[dataset])
         return path
     if not Path(dataset).is_file():
-        known = ", ".join(("python-docs", *DOWNLOADS))
-        raise UserError(f"--dataset={dataset}: no such file, nor a data set ({known}), nor a task of this model")
+        raise UserError(f"--dataset={dataset}: no such data set or file, nor a task of this model; "
+                        f"{nearest(dataset, ('python-docs', *DOWNLOADS))}")
     return Path(dataset)
 
 
 def read_splits(dataset, source):
-    """{split: text}. python-docs: English prose that ships with CPython, every tenth of its help topics held out.
-    WikiText: its own splits, each line a document, empty lines dropped, joined by a blank line (arXiv 2606.24898). Another
-    file: about the last tenth, from the start of a line where there is one, is the validation split."""
+    """{split: text} of a data set that find_source has found."""
     if dataset == "python-docs":
-        documents = [text.strip() + "\n\n" for _, text in sorted(pydoc_data.topics.topics.items())]
-        return {"train": "".join(d for i, d in enumerate(documents) if i % 10 != 9), "val": "".join(documents[9::10])}
+        return python_docs()
     try:
         if source.suffix == ".zip":
-            with zipfile.ZipFile(source) as z:
-                lines = lambda name: map(str.strip, io.TextIOWrapper(z.open(f"{dataset}-raw/wiki.{name}.raw"), "utf-8"))
-                return {split: "".join(line + "\n\n" for line in lines(name) if line)
-                        for split, name in (("train", "train"), ("val", "valid"), ("test", "test"))}
-        text = source.read_bytes().decode("utf-8-sig")  # without the byte order mark of some editors
+            return wikitext(dataset, source)
+        text = source.read_bytes().decode("utf-8-sig")  # without some editors' byte order mark
     except UnicodeDecodeError as error:
         raise UserError(f"{source} is not UTF-8 text ({error})") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError) as error:
-        raise UserError(f"{source} is not the WikiText archive ({error}): delete it and try again") from None
+        raise UserError(f"{source} is not the WikiText archive ({error}): delete it and try again"
+                        ) from None
+    # About the last tenth is for validation, from the start of a line where there is one.
     cut = len(text) * 9 // 10
-    cut = text.find("\n", cut, (cut + len(text)) // 2) + 1 or cut
+    next_line = text.find("\n", cut, (cut + len(text)) // 2) + 1
+    cut = next_line or cut
     return {"train": text[:cut], "val": text[cut:]}
 
 
+def python_docs():
+    """English prose that ships with CPython; every tenth of its help topics is held out."""
+    texts = {"train": "", "val": ""}
+    for i, (_, topic) in enumerate(sorted(pydoc_data.topics.topics.items())):
+        split = "val" if i % 10 == 9 else "train"
+        texts[split] += topic.strip() + "\n\n"
+    return texts
+
+
+def wikitext(dataset, source):
+    """WikiText's own splits, each line a document, empty lines dropped, joined by a blank line
+    (arXiv 2606.24898)."""
+    texts = {}
+    with zipfile.ZipFile(source) as archive:
+        for split, name in (("train", "train"), ("val", "valid"), ("test", "test")):
+            with archive.open(f"{dataset}-raw/wiki.{name}.raw") as f:
+                lines = [line.strip() for line in io.TextIOWrapper(f, "utf-8")]
+            texts[split] = "".join(line + "\n\n" for line in lines if line)
+    return texts
+
+
 def blocks(text, size=1 << 20):
-    """The text in pieces of about `size` characters, each cut before a run of white space: no token of any tokenizer here
-    reaches from a non-space into one, so that pieces can be encoded apart."""
-    start, cut = 0, re.compile(r"\S(?=[ \t\r\n])")
+    """The text in pieces of about `size` characters, each cut before a run of white space: no token
+    of any tokenizer here reaches from a non-space into one, so that pieces can be encoded apart.
+    (All of WikiText-103 takes a few minutes, once; as one list of Python's ints it takes 5 GB.)"""
+    before_space = re.compile(r"\S(?=[ \t\r\n])")
+    start = 0
     while start < len(text):
-        found = cut.search(text, start + size)
+        found = before_space.search(text, start + size)
         end = found.end() if found else len(text)
         yield text[start:end]
         start = end
 
 
-def map_blocks(function, text):
-    """function over the blocks of the text, in order, on all cores where it is large."""
-    if len(text) < PARALLEL:
-        yield from map(function, blocks(text))
-    else:
-        with multiprocessing.Pool() as pool:
-            yield from pool.imap(function, blocks(text))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokenizers: encode(text) -> list of int, decode(ids) -> text, `spec` to rebuild them from a checkpoint, `eos` (the token
-# that ends a text) and the chat `template`, or None; `ends`, all tokens that end an answer.
+# --------------------------------------------------------------------------------------------------
+# Tokenizers: encode(text) -> list of int, decode(ids) -> text, `spec` to rebuild them from a
+# checkpoint, `eos` (the token that ends a text) and the chat `template`, or None; `ends`, all
+# tokens that end an answer.
 
 class Tokenizer:
-    """A list of types. char: one token per character, and an unknown one is an error. regex: the paper's (arXiv
-    2606.24898), runs of white space, words, single other characters; an unknown one becomes <unk>, and is lost."""
-    patterns = {"char": re.compile(r"(?s)."), "regex": re.compile(r"\s+|[A-Za-z0-9_]+|[^\w\s]|\w")}  # |\w: beyond ASCII
-    specials, eos, template, ends = ["<pad>", "<bos>", "<eos>", "<unk>"], None, None, ()
+    """A list of types. char: one token per character, and an unknown one is an error. regex: the
+    paper's (arXiv 2606.24898), runs of white space, words, single other characters; an unknown one
+    becomes <unk>, and is lost."""
+    patterns = {"char": re.compile(r"(?s)."),
+                "regex": re.compile(r"\s+|[A-Za-z0-9_]+|[^\w\s]|\w")}  # |\w: beyond ASCII
+    specials = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    eos = template = None
+    ends = ()
 
     def __init__(self, name, vocab):
-        self.split, self.vocab, self.ids = self.patterns[name].findall, vocab, {t: i for i, t in enumerate(vocab)}
-        self.vocab_size, self.spec = len(vocab), {"name": name, "vocab": vocab}
+        self.split = self.patterns[name].findall
+        self.vocab = vocab
+        self.ids = {t: i for i, t in enumerate(vocab)}
+        self.vocab_size = len(vocab)
+        self.spec = {"name": name, "vocab": vocab}
 
     def encode(self, text):
         unknown = self.ids.get("<unk>")
@@ -368,17 +487,23 @@ class Tokenizer:
 
 
 class GPT2Tokenizer:
-    """GPT-2's byte-level BPE through tiktoken: 50,257 types, round-trips every text. The package openai-whisper holds the
-    file of ranks too, as whisper/assets/gpt2.tiktoken."""
-    spec, eos, ends, template, vocab_size = {"name": "gpt2"}, 50_256, (50_256,), None, 50_257
+    """GPT-2's byte-level BPE through tiktoken: 50,257 types, round-trips every text. The package
+    openai-whisper holds the file of ranks too, as whisper/assets/gpt2.tiktoken."""
+    spec = {"name": "gpt2"}
+    vocab_size = 50_257
+    eos = 50_256
+    ends = (eos,)
+    template = None
 
     def __init__(self, data_dir="data"):
         import tiktoken
         from tiktoken_ext.openai_public import r50k_pat_str
         path = Path(data_dir) / "gpt2.tiktoken"
         download(path, *GPT2_RANKS)
-        lines = (line.split() for line in path.read_bytes().splitlines())
-        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+        ranks = {}
+        for line in path.read_bytes().splitlines():
+            token, rank = line.split()
+            ranks[base64.b64decode(token)] = int(rank)
         self.bpe = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks,
                                      special_tokens={"<|endoftext|>": self.eos})
 
@@ -389,7 +514,7 @@ class GPT2Tokenizer:
         return self.bpe.decode(list(ids))
 
 
-TOKENIZERS = {}  # {name in a spec: class} of an experiment's own, each made of the files that its spec holds
+TOKENIZERS = {}  # {name in a spec: class} of an experiment's own, made of the files in its spec
 
 
 def build_tokenizer(spec, data_dir="data"):
@@ -401,46 +526,56 @@ def build_tokenizer(spec, data_dir="data"):
     return Tokenizer(name, spec["vocab"])
 
 
+def fit_tokenizer(name, texts, vocab_size, data_dir):
+    """char: every character of every split. regex: the most frequent types of the training split,
+    ties alphabetical; those seen once are left out."""
+    if name == "gpt2":
+        return GPT2Tokenizer(data_dir)
+    text = "".join(texts.values()) if name == "char" else texts["train"]
+    counts = collections.Counter()
+    for block in blocks(text):
+        counts.update(Tokenizer.patterns[name].findall(block))
+    if name == "char":
+        vocab = sorted(counts)
+        least = 2
+    else:
+        frequent = [t for t, n in counts.items() if n >= 2]
+        frequent.sort(key=lambda t: (-counts[t], t))
+        vocab = (Tokenizer.specials + frequent)[:vocab_size]
+        least = 1 + len(Tokenizer.specials)
+    if text and len(vocab) < least:
+        raise UserError(f"--tokenizer={name}: a vocabulary of {len(vocab)} leaves nothing to "
+                        f"learn: take another text, or a --vocab_size of at least {least}")
+    return Tokenizer(name, vocab)
+
+
 def encode_prompt(tokenizer, text):
     """The tokens of a text to continue, with a warning where <unk> stands for some of it."""
     if tokenizer.spec["name"] == "regex" and (missing := tokenizer.missing(text)):
-        print(f"warning: read as <unk>, since the training text lacks them: {missing}", file=sys.stderr)
+        print(f"warning: read as <unk>, since the training text lacks them: {missing}",
+              file=sys.stderr)
     return tokenizer.encode(text)
 
 
 def sample_token(logits, temperature, top_k, generator):
-    """One token per row of logits (B, V), (B, 1); the likeliest at temperature 0. top_k: from the k likeliest; 0: all."""
+    """(B, 1) tokens from logits (B, V); the likeliest at temperature 0. top_k 0: from all."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature < 1e-6:  # or the division overflows
         return logits.argmax(-1, keepdim=True)
     if top_k:
-        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:], -math.inf)
+        kth_largest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < kth_largest, -math.inf)
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
 
 
-def count_types(name, text):
-    return collections.Counter(Tokenizer.patterns[name].findall(text))
-
-
-def fit_tokenizer(name, texts, vocab_size, data_dir):
-    """char: every character of every split. regex: the most frequent types of the training split, ties alphabetical."""
-    if name == "gpt2":
-        return GPT2Tokenizer(data_dir)
-    text, counts = "".join(texts.values()) if name == "char" else texts["train"], collections.Counter()
-    for part in map_blocks(functools.partial(count_types, name), text):
-        counts.update(part)
-    types, least = sorted(counts), 2
-    if name == "regex":
-        types = sorted((t for t, n in counts.items() if n >= 2), key=lambda t: (-counts[t], t))
-        types, least = (Tokenizer.specials + types)[:vocab_size], 1 + len(Tokenizer.specials)
-    if text and len(types) < least:
-        raise UserError(f"--tokenizer={name}: a vocabulary of {len(types)} leaves nothing to learn, at least {least} are "
-                        f"needed: take another text, or a larger --vocab_size")
-    return Tokenizer(name, types)
-
+# A token cache is a folder of SPLIT.bin, the tokens, and tokenizer.json, which is written last.
 
 def encode_block(tokenizer, text):
-    return np.array(tokenizer.encode(text), np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    return np.array(tokenizer.encode(text), token_dtype(tokenizer))
+
+
+def token_dtype(tokenizer):
+    return np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
 
 
 def cache_digest(cache, spec):
@@ -452,25 +587,44 @@ def cache_digest(cache, spec):
 
 
 def read_cache(cache):
-    """The tokenizer's spec of a token cache, or None where that is not whole, or not what was written."""
+    """The tokenizer's spec of a token cache, or None where that is not what was written."""
     path = cache / "tokenizer.json"
-    if not path.exists():  # it is written last
+    if not path.exists():
         return None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         saved = json.loads(path.read_text(encoding="utf-8"))
         if saved["sha256"] == cache_digest(cache, saved["spec"]):
             return saved["spec"]
     print(f"{cache} is damaged: built again")
+    return None
+
+
+def build_cache(cache, tokenizer, dataset, texts):
+    """Write the tokens of {split: text}, and print how many there are."""
+    for split, text in texts.items():
+        count = unknown = 0
+        with atomic_write(cache / f"{split}.bin") as f:
+            for block in blocks(text):
+                tokens = encode_block(tokenizer, block)
+                f.write(tokens)
+                count += len(tokens)
+                unknown += np.sum(tokens == Tokenizer.specials.index("<unk>"))
+        name = tokenizer.spec["name"]
+        share = f", {unknown / count:.1%} unknown" if name == "regex" and count else ""
+        print(f"{dataset}, {split}: {count:,} {name} tokens{share}")
+    spec = tokenizer.spec
+    write_json(cache / "tokenizer.json", {"spec": spec, "sha256": cache_digest(cache, spec)})
 
 
 def token_cache(options, vocab_size):
-    """The tokenizer, {split: memory map of tokens} and the SHA-256 of the text. The tokens are built once for a text and a
-    tokenizer, in a folder under data_dir, by one process at a time."""
+    """The tokenizer, {split: memory map of tokens} and the SHA-256 of the text. The tokens are
+    built once for a text and a tokenizer, in a folder under data_dir, by one process at a time."""
     data_dir = Path(options.data_dir)
     data_dir.mkdir(parents=True, exist_ok=True)
     source = find_source(options.dataset, data_dir)
     text_digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
-    digest = hashlib.sha256(repr((text_digest, vocab_size * (options.tokenizer == "regex"))).encode()).hexdigest()[:12]
+    sized = vocab_size if options.tokenizer == "regex" else 0  # the others' size is the text's
+    digest = hashlib.sha256(repr((text_digest, sized)).encode()).hexdigest()[:12]
     cache = data_dir / f"{Path(options.dataset).stem}-{options.tokenizer}-{digest}"
     cache.mkdir(exist_ok=True)
     with locked(cache / "cache.lock", "train.bin", "val.bin", "test.bin", "tokenizer.json"):
@@ -478,27 +632,23 @@ def token_cache(options, vocab_size):
         if not spec:
             texts = read_splits(options.dataset, source)
             tokenizer = fit_tokenizer(options.tokenizer, texts, vocab_size, data_dir)
+            build_cache(cache, tokenizer, options.dataset, texts)
             spec = tokenizer.spec
-            for split, text in texts.items():
-                count = unknown = 0
-                with whole_file(cache / f"{split}.bin") as f:
-                    for tokens in map_blocks(functools.partial(encode_block, tokenizer), text):
-                        f.write(tokens)
-                        count, unknown = count + len(tokens), unknown + np.sum(tokens == 3)
-                share = f", {unknown / count:.1%} unknown" if options.tokenizer == "regex" and count else ""
-                print(f"{options.dataset}, {split}: {count:,} {options.tokenizer} tokens{share}")
-            write_json(cache / "tokenizer.json", {"spec": spec, "sha256": cache_digest(cache, spec)})
     tokenizer = build_tokenizer(spec, data_dir)
-    dtype = encode_block(tokenizer, "").dtype
-    return tokenizer, {p.stem: np.memmap(p, dtype, "r") for p in cache.glob("*.bin") if p.stat().st_size}, text_digest
+    tokens = {}
+    for path in cache.glob("*.bin"):
+        if path.stat().st_size:  # nothing cannot be mapped
+            tokens[path.stem] = np.memmap(path, token_dtype(tokenizer), "r")
+    return tokenizer, tokens, text_digest
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Data. `batch(split, i)` gives (idx, targets), each (rows, T) int64, of a whole step, which may be split into micro-batches
-# and shared out between processes: batch i is a pure function of (seed, i), so that resuming is exact, and of the rows of a
-# step, however they are split. Targets are -1 where there is no loss.
+# --------------------------------------------------------------------------------------------------
+# Data. `batch(split, i)` gives (idx, targets), each (B, T) int64, of a whole step, which may be
+# split into micro-batches and shared out between processes. Batch i is a pure function of the seed
+# and i, so that resuming is exact, and of the sequences in a step, however they are split. Targets
+# are -1 where there is no loss.
 
-VALIDATION = 2 ** 96 - 1  # in the place of a seed: the validation split is the same at every seed, and no seed's
+VALIDATION = 2 ** 96 - 1  # in the place of a seed: the validation split is the same at every seed
 
 
 def stream(options, split, i):
@@ -507,45 +657,80 @@ def stream(options, split, i):
 
 
 class TextData:
-    """Windows of block_size + 1 tokens from a token stream."""
+    """Windows of block_size + 1 tokens from a text's tokens."""
 
     def __init__(self, options, config):
-        self.options, self.T = options, config.block_size
+        self.options = options
+        self.T = config.block_size
         self.tokenizer, self.tokens, self.digest = token_cache(options, config.vocab_size)
         self.vocab_size = self.tokenizer.vocab_size
         for split in ("train", "val"):
-            if (n := len(self.tokens.get(split, ()))) <= self.T:
-                raise UserError(f"{options.dataset}: its {split} split has {n} tokens and a window takes {self.T + 1}: use "
-                                f"a longer text or a smaller --block_size")
-        self.windows = (len(self.tokens["train"]) - 1 - self.T) // (options.stride or self.T) + 1
+            n = len(self.tokens.get(split, ()))
+            if n <= self.T:
+                raise UserError(f"{options.dataset}: its {split} split has {n} tokens and a window "
+                                f"takes {self.T + 1}: use a longer text or a smaller --block_size")
+        stride = options.stride or self.T
+        self.windows = (len(self.tokens["train"]) - 1 - self.T) // stride + 1
         self.steps_per_epoch = self.windows // options.step_rows
 
     def starts(self, split, i):
-        """Where the windows of batch i begin."""
-        o, n = self.options, len(self.tokens[split]) - self.T
+        """Where the windows of batch i begin, (B,)."""
+        o = self.options
+        n = len(self.tokens[split]) - self.T  # places where a window can begin
         if split != "train":  # evenly spread, the same at every evaluation
-            return np.linspace(0, n - 1, o.eval_batches * o.step_rows).astype(np.int64)[i::o.eval_batches]
+            spread = np.linspace(0, n - 1, o.eval_batches * o.step_rows).astype(np.int64)
+            return spread[i::o.eval_batches]
         if not o.stride:
             return stream(o, split, i).integers(0, n, o.step_rows)
         epoch, i = divmod(i, self.steps_per_epoch)
-        return self.permutation(epoch)[i * o.step_rows:][:o.step_rows] * o.stride
+        windows = self.permutation(epoch)[i * o.step_rows:(i + 1) * o.step_rows]
+        return windows * o.stride
 
     @functools.lru_cache(1)
     def permutation(self, epoch):
         return np.random.default_rng([self.options.seed, 1 << 32, epoch]).permutation(self.windows)
 
     def batch(self, split, i):
-        positions = self.starts(split, i)[:, None] + np.arange(self.T + 1)
-        rows = torch.from_numpy(self.tokens[split][positions].astype(np.int64))
-        return rows[:, :-1], rows[:, 1:]
+        positions = self.starts(split, i)[:, None] + np.arange(self.T + 1)  # (B, T + 1)
+        windows = torch.from_numpy(self.tokens[split][positions].astype(np.int64))
+        return windows[:, :-1], windows[:, 1:]
 
 
 def load_data(options, config):
-    """The data of `options.dataset`, which then fixes config.vocab_size and config.block_size: a text, or a task of the
-    script that the config is of, which has the task's class in its DATA; under "*" one for every other name."""
+    """The data of `options.dataset`, which then fixes config.vocab_size and config.block_size: a
+    text, or a task of the script that the config is of. The script has the task's class in its
+    DATA; under "*" one for every other name."""
     tasks = getattr(sys.modules[type(config).__module__], "DATA", {})
     data_class = tasks.get(options.dataset) or tasks.get("*") or TextData
     return data_class(options, config)
+
+
+def micro_batches(data, split, i):
+    """Batch i of a split in grad_accum parts (idx, targets), each cut to its longest sequence where
+    their lengths differ."""
+    step_idx, step_targets = data.batch(split, i)
+    parts = data.options.grad_accum
+    for idx, targets in zip(step_idx.chunk(parts), step_targets.chunk(parts)):
+        T = idx.shape[1]
+        if getattr(data, "ragged", False):
+            T = int((targets >= 0).any(0).nonzero().max()) + 1
+        yield idx[:, :T], targets[:, :T]
+
+
+def validation_batches(options, tokenizer, model, n):
+    """A trained run's data, and the first n validation micro-batches on the model's device."""
+    print(f"validation split of {options.dataset}, the data that the run names")
+    data = load_data(options, model.config)
+    if data.tokenizer.spec != tokenizer.spec:
+        raise UserError(f"--dataset={options.dataset} now has another vocabulary than the run was "
+                        f"trained with")
+    device = next(model.parameters()).device
+    batches = []
+    for i in itertools.count():
+        for idx, targets in micro_batches(data, "val", i):
+            batches.append((idx.to(device), targets.to(device)))
+            if len(batches) == n:
+                return data, batches
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -768,25 +953,6 @@ def restore_model(ckpt, path, module, model_class):
         if tokenizer.vocab_size > config.vocab_size:
             raise ValueError(f"its tokenizer has {tokenizer.vocab_size:,} types, its model {config.vocab_size:,}")
     return model.to(pick_device("auto")).eval(), options, tokenizer
-
-
-def micro_batches(data, split, i):
-    """Batch i of a split in grad_accum parts (idx, targets), each cut to its longest row where rows differ in length."""
-    for idx, targets in zip(*(t.chunk(data.options.grad_accum) for t in data.batch(split, i))):
-        T = idx.shape[1]
-        if getattr(data, "ragged", False):
-            T = int((targets >= 0).any(0).nonzero().max()) + 1
-        yield idx[:, :T], targets[:, :T]
-
-
-def validation_batches(options, tokenizer, model, n):
-    """The data that a trained run was trained on, and the first n validation micro-batches on the model's device."""
-    print(f"validation split of {options.dataset}, the data that the run names")
-    data, device = load_data(options, model.config), next(model.parameters()).device
-    if data.tokenizer.spec != tokenizer.spec:
-        raise UserError(f"--dataset={options.dataset} now has another vocabulary than the run was trained with")
-    parts = (part for i in itertools.count() for part in micro_batches(data, "val", i))
-    return data, [tuple(t.to(device) for t in part) for part in itertools.islice(parts, n)]
 
 
 class Interrupts:
@@ -1075,7 +1241,7 @@ def save_training(run, name):
             dist.all_gather_object(every_rng, rng)
         state |= {"optimizers": [o.state_dict() for o in run.optimizers], "tokens": run.tokens, "rng": every_rng}
     if run.is_main_process:
-        with whole_file(run.out / name) as f:
+        with atomic_write(run.out / name) as f:
             try:
                 torch.save(state, f)
             except RuntimeError as error:  # torch's own, which hides the disk's
@@ -1153,29 +1319,6 @@ def new_figure(panels):
     from matplotlib.figure import Figure  # here, since it costs most of a second
     figure = Figure((5 * panels, 3.6), layout="constrained")
     return figure, figure.subplots(1, panels, squeeze=False)[0]
-
-
-def write_csv(path, rows):
-    """Rows (dicts) under the union of their columns."""
-    log = ["step", "tokens", "train_loss", "val_loss", "lr", "tokens_per_sec", "mfu"] if "step" in rows[0] else []
-    columns = list(dict.fromkeys(log + [name for row in rows for name in row]))
-    with whole_file(path, "w") as f:
-        writer = csv.DictWriter(f, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def read_csv(path):
-    """The rows of a CSV of numbers and words, empty cells left out, numbers as they were."""
-    def value(text):
-        try:
-            return int(text) if text.lstrip("-").isdigit() else float(text)
-        except ValueError:
-            return text
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8-sig", errors="replace").replace("\0", "")  # a spreadsheet may have saved it
-    return [{k: value(v) for k, v in row.items() if k and v} for row in csv.DictReader(io.StringIO(text))]
 
 
 def peak_memory(device):

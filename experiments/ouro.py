@@ -439,7 +439,7 @@ def export(model, tokenizer, directory):
         (directory / name).write_bytes(text.encode())
     tensors = {name: tensor.to("cpu", dtype) for name, tensor in file_tensors(model).items()}
     path = directory / "model.safetensors"
-    with train.whole_file(path) as f:
+    with train.atomic_write(path) as f:
         f.write(save(tensors, metadata={"format": "pt"}))
     print(f"{len(tensors)} tensors in {str(dtype)[6:]} written to {path}")
 
@@ -710,7 +710,7 @@ class AnswerData:
                 return saved
             tokens, ends, firsts, counts = encode_answers(self.tokenizer, problems, solutions,
                                                           self.T)
-            with train.whole_file(cache) as f:
+            with train.atomic_write(cache) as f:
                 np.savez(f, tokens=tokens, ends=ends, firsts=firsts)
         notes = [f"{len(problems):,} rows", f"{len(ends):,} used"]
         notes += [f"{n:,} {what}" for what, n in counts.items()]

@@ -142,7 +142,8 @@ def test_the_adapter_of_ouro_equals_direct_computation(hub, monkeypatch):
 
 def run_of(tmp_path, name, model, text, tokenizer="char", **options):
     """A run directory of an untrained model with a tokenizer of the text's types."""
-    tokenizer = train.Tokenizer(tokenizer, sorted(train.count_types(tokenizer, text)) + ["<unk>"] * (tokenizer == "regex"))
+    types = sorted(set(train.Tokenizer.patterns[tokenizer].findall(text)))
+    tokenizer = train.Tokenizer(tokenizer, types + ["<unk>"] * (tokenizer == "regex"))
     (tmp_path / name).mkdir()
     torch.save({"model": name, "preset": "tiny", "config": vars(model.config), "step": 600, "max_steps": 600, "best": 0.0, "tokenizer": tokenizer.spec,
                 "options": vars(train.Options(**options)), "weights": model.state_dict()}, tmp_path / name / "ckpt.pt")

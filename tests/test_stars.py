@@ -455,5 +455,5 @@ def test_loop_counts_below_one_are_refused(run, loops):
 
 
 def test_addition_is_refused_to_models_of_other_tasks(tmp_path):
-    with pytest.raises(train.UserError, match="--dataset=addition: no such file, nor .* nor a task of this model"):
+    with pytest.raises(train.UserError, match="--dataset=addition: no such data set or file, nor a task of this model"):
         train.load_data(train.Options(dataset="addition", data_dir=str(tmp_path)), SimpleNamespace(block_size=8, vocab_size=9))

@@ -1,5 +1,5 @@
 """The driver: what a user types, what a kill leaves behind, what the data are. No network: a server on this machine."""
-import base64, contextlib, http.server, inspect, io, json, os, pickle, random, re, signal, subprocess, sys, threading
+import base64, contextlib, http.server, inspect, io, json, os, random, re, signal, subprocess, sys, threading
 import time, zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,7 +69,7 @@ def test_help_lists_every_field_with_its_meaning(capsys):
 @pytest.mark.parametrize("argv, message", [
     (["looped_gtp"], "did you mean looped_gpt?"),
     (["looped_gpt", "--preset=44"], "invalid choice: '44' (choose from"),
-    (["looped_gpt", "--sweep=table1"], "--sweep: no such field"),
+    (["looped_gpt", "--sweep=table1"], "--sweep: no such field; type python experiments/NAME.py SWEEP"),
     (["looped_gpt", "--max_step=3"], "did you mean --max_steps"),
     (["looped_gpt", "--readout=rms"], "choose from"),
     (["looped_gpt", "--lr=fast"], "--lr: invalid float value"),
@@ -439,7 +439,7 @@ def test_the_regex_tokenizer_by_hand(tmp_path):
     assert tokenizer.decode([6, 4, 5, 3]) == "a b<unk>" and tokenizer.missing("a c") == ["c"]
 
 
-def test_blocks_cut_no_token_and_all_cores_give_what_one_gives(tmp_path, monkeypatch):
+def test_blocks_cut_no_token(tmp_path, monkeypatch):
     draw = random.Random(0)
     text = "".join(draw.choice(["word", " ", "\n", "\n\n", "  ", "é", "\u3000", "\r\n", "!?", "x1"]) for _ in range(30_000))
     assert "".join(train.blocks(text, size=100)) == text
@@ -448,11 +448,6 @@ def test_blocks_cut_no_token_and_all_cores_give_what_one_gives(tmp_path, monkeyp
         tokenizer = train.fit_tokenizer(name, {"train": text}, 50, tmp_path)
         pieces = [tokenizer.encode(block) for block in train.blocks(text, size=100)]
         assert len(pieces) > 20 and sum(pieces, []) == tokenizer.encode(text)
-    serial = list(train.map_blocks(tokenizer.encode, text))
-    real = train.blocks
-    monkeypatch.setattr(train, "blocks", lambda text: real(text, size=1000))
-    monkeypatch.setattr(train, "PARALLEL", 1 << 15)
-    assert sum(train.map_blocks(tokenizer.encode, text), []) == sum(serial, [])
 
 
 def test_a_cache_of_another_text_or_half_built_is_built_again(tmp_path):
@@ -566,7 +561,6 @@ def test_gpt2_ranks_are_checked_and_their_absence_is_explained(tmp_path, monkeyp
         train.GPT2Tokenizer(tmp_path)
     write_gpt2_ranks(tmp_path, monkeypatch)
     tokenizer = train.GPT2Tokenizer(tmp_path)
-    tokenizer = pickle.loads(pickle.dumps(tokenizer))  # as it goes to the processes that build a cache
     assert tokenizer.encode("the é") == [257, 32, 0xC3, 0xA9]
     assert tokenizer.decode(tokenizer.encode("the é\n")) == "the é\n"
     assert tokenizer.vocab_size == tokenizer.bpe.n_vocab
