@@ -733,70 +733,91 @@ def validation_batches(options, tokenizer, model, n):
                 return data, batches
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Cross-entropy of large vocabularies, without keeping the logits.
+#
+# For one state h, with p = softmax(E h) and the target t, CE = -log p_t, and in closed form
+#     dCE/dlogits = p - onehot(t),   dCE/dh = E^T (p - onehot(t)),   dCE/dE = (p - onehot(t)) h^T.
+# So a chunk of the states is enough to compute their losses and their gradients at once, after
+# which its logits can go. autograd would keep the logits of all of them until the backward pass.
 
-CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}  # logits alive at a time: 16 MB, or 512 MB where launches cost more, in float32
+# Logits alive at a time: 16 MB of float32, or 512 MB where each launch of a kernel costs more.
+CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}
 
 
-def chunk_rows(weight):
-    return max(1, CHUNK.get(weight.device.type, 1 << 24) // weight.shape[0])
+def chunk_length(E):
+    """How many states have CHUNK logits together."""
+    return max(1, CHUNK.get(E.device.type, 1 << 24) // E.shape[0])
 
 
-def cross_entropy_chunk(h, weight, targets, scale):
-    """CE of (n, D) states against the embeddings (V, D), and scale * its gradients in closed form: softmax - one-hot."""
-    logits = h @ weight.T
+def cross_entropy_chunk(h, E, targets, weights):
+    """CE of states (n, D), (n,), and the gradients of (weights * CE).sum() by h and by E (V, D)."""
+    logits = h @ E.T  # (n, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits - logits.amax(-1, keepdim=True)
     target_logits = logits.gather(-1, targets[:, None])
-    p = logits.clamp_min(-60).exp()  # denormal numbers are slow
-    z = p.sum(-1, keepdim=True)
-    p = (p * (scale[:, None] / z)).scatter_add(-1, targets[:, None], -scale[:, None]).to(h.dtype)
-    return (z.log() - target_logits)[:, 0], p @ weight, p.T @ h
+    exp = logits.clamp_min(-60).exp()  # denormal numbers are slow
+    z = exp.sum(-1, keepdim=True)
+    ce = (z.log() - target_logits)[:, 0]
+    # weights * (p - onehot), the gradient by the logits
+    grad_logits = exp * (weights[:, None] / z)
+    grad_logits = grad_logits.scatter_add(-1, targets[:, None], -weights[:, None]).to(h.dtype)
+    return ce, grad_logits @ E, grad_logits.T @ h
 
 
 compute_chunk = cross_entropy_chunk  # or its compiled form, as compile_blocks has it
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """sum_i scale_i CE_i over rows of states. Each chunk's logits live only while its loss and gradients are computed, in
-    the forward pass: nothing of size V is kept, and the backward pass multiplies no matrix again."""
+    """(weights * CE).sum(), and CE. All gradients are computed in the forward pass, chunk by chunk;
+    the backward pass only multiplies them with the gradient of the sum."""
+
     @staticmethod
-    def forward(ctx, h, weight, targets, scale, dtype):
-        rows = chunk_rows(weight)
-        low_h, low_weight = h.to(dtype), weight.to(dtype)
-        ce, grad_h, grad_weight = scale.new_empty(len(h)), torch.empty_like(h), torch.zeros_like(weight)
-        for i in range(0, len(h), rows):
-            s = slice(i, i + rows)
-            ce[s], grad_h[s], chunk_weight = compute_chunk(low_h[s], low_weight, targets[s], scale[s])
-            grad_weight += chunk_weight
-        ctx.save_for_backward(grad_h, grad_weight, ce)
+    def forward(ctx, h, E, targets, weights, dtype):
+        n = chunk_length(E)
+        low_h = h.to(dtype)
+        low_E = E.to(dtype)
+        ce = weights.new_empty(len(h))
+        grad_h = torch.empty_like(h)
+        grad_E = torch.zeros_like(E)
+        for i in range(0, len(h), n):
+            s = slice(i, i + n)
+            ce[s], grad_h[s], chunk_grad_E = compute_chunk(low_h[s], low_E, targets[s], weights[s])
+            grad_E += chunk_grad_E
+        ctx.save_for_backward(grad_h, grad_E, ce)
         ctx.mark_non_differentiable(ce)
-        return (ce * scale).sum(), ce
+        return (ce * weights).sum(), ce
 
     @staticmethod
     def backward(ctx, grad, _):
-        if torch.is_grad_enabled():  # create_graph=True; PyTorch's once_differentiable lets a constant `grad` pass
-            raise RuntimeError("cross_entropy has no second derivative: its gradient is kept as numbers")
-        grad_h, grad_weight, ce = ctx.saved_tensors
-        return grad * grad_h, grad * grad_weight, None, grad * ce, None
+        # create_graph=True. (PyTorch's once_differentiable lets a constant `grad` pass.)
+        if torch.is_grad_enabled():
+            raise RuntimeError("cross_entropy has no second derivative: its gradient is kept as "
+                               "numbers")
+        grad_h, grad_E, ce = ctx.saved_tensors
+        return grad * grad_h, grad * grad_E, None, grad * ce, None
 
 
-def cross_entropy(h, weight, targets, scale):
-    """sum_i scale_i CE(h_i W^T, target_i), and each row's CE without gradient.
+def cross_entropy(h, E, targets, weights):
+    """sum_i weights_i CE(E h_i, target_i), and each state's CE without gradient.
 
-    h (N, D); weight (V, D); targets (N,) int64; scale (N,), zero where there is nothing to predict, itself
-    differentiable. The softmax is float32 at least; the matrices are multiplied in autocast's dtype.
+    h (N, D); E (V, D); targets (N,) int64; weights (N,), zero where there is nothing to predict,
+    themselves differentiable. The softmax is float32 at least; the matrices are multiplied in
+    autocast's dtype.
     """
     device = h.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
-    scale = scale.to(torch.promote_types(h.dtype, torch.float32))
+    weights = weights.to(torch.promote_types(h.dtype, torch.float32))
     if torch.is_grad_enabled():
-        return ChunkedCrossEntropy.apply(h, weight, targets, scale, dtype)
-    rows = chunk_rows(weight)
-    ce = torch.cat([F.cross_entropy(F.linear(h[i:i + rows], weight).to(scale.dtype), targets[i:i + rows], reduction="none")
-                    for i in range(0, len(h), rows)])
-    return (ce * scale).sum(), ce
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else h.dtype
+        return ChunkedCrossEntropy.apply(h, E, targets, weights, dtype)
+    n = chunk_length(E)
+    losses = []
+    for i in range(0, len(h), n):
+        logits = F.linear(h[i:i + n], E).to(weights.dtype)
+        losses.append(F.cross_entropy(logits, targets[i:i + n], reduction="none"))
+    ce = torch.cat(losses)
+    return (ce * weights).sum(), ce
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -310,10 +310,10 @@ def test_a_compiled_run_has_the_eager_losses_and_keys(command):
 
 
 def test_the_cross_entropy_refuses_to_be_differentiated_twice():
-    weight, targets, scale = torch.randn(9, 5, requires_grad=True), torch.randint(9, (6,)), torch.ones(6)
+    E, targets, weights = torch.randn(9, 5, requires_grad=True), torch.randint(9, (6,)), torch.ones(6)
     for loss_of in (lambda ce, h: ce, lambda ce, h: ce ** 2, lambda ce, h: ce + h.square().sum()):
         h = torch.randn(6, 5, requires_grad=True)
-        loss = loss_of(train.cross_entropy(h, weight, targets, scale)[0], h)
+        loss = loss_of(train.cross_entropy(h, E, targets, weights)[0], h)
         with pytest.raises(RuntimeError, match="no second derivative"):
             torch.autograd.grad(loss, h, create_graph=True)
 
