@@ -820,35 +820,46 @@ def cross_entropy(h, E, targets, weights):
     return (ce * weights).sum(), ce
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The run: device, optimiser, schedule, evaluation, log, checkpoint.
-
-SIGPIPE = 13  # where there is one: nobody reads our output
-
-
-def mute():
-    """Print nothing from now on, since nobody can read it."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
+# --------------------------------------------------------------------------------------------------
+# Device and precision
 
 def pick_device(name):
     """'auto' -> cuda, mps or cpu, whichever is there first; UserError for a device that is not."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        name = "mps" if torch.backends.mps.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else name
     try:
         one = torch.ones(1, device=name)
         one.item()  # which the device "meta" cannot give back
         return one.device
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device={name} cannot be used here: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--device={name} cannot be used here: {reason}") from None
+
+
+def start_process(name, world):
+    """This process's device, a GPU of its own; it is connected with the others."""
+    if world > 1 and torch.cuda.is_available() and name in ("auto", "cuda"):
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    device = pick_device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    if world > 1 and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return device
 
 
 def pick_dtype(name, device):
-    """'auto' -> bfloat16 where the hardware multiplies it faster than float32: GPUs that have it, CPUs with AVX-512 bf16
-    or AMX."""
+    """'auto' -> bfloat16 where the hardware multiplies it faster than float32: GPUs that have it,
+    CPUs with AVX-512 bf16 or AMX."""
     if name == "auto":
-        cpu = torch.cpu.get_capabilities() if device.type == "cpu" else {}
-        fast = cpu.get("avx512_bf16") or cpu.get("amx_bf16") or device.type == "cuda" and torch.cuda.is_bf16_supported(False)
+        fast = False
+        if device.type == "cuda":
+            fast = torch.cuda.is_bf16_supported(False)
+        elif device.type == "cpu":
+            has = torch.cpu.get_capabilities()
+            fast = has.get("avx512_bf16") or has.get("amx_bf16")
         name = "bfloat16" if fast else "float32"
     return getattr(torch, name)
 
@@ -856,8 +867,10 @@ def pick_dtype(name, device):
 def matmul_peak(device, dtype):
     """FLOP/s of a large square matmul, measured: what MFU is against."""
     n = 8192 if device.type == "cuda" else 2048
-    generator = torch.Generator(device).manual_seed(0)  # of its own: a run's random numbers are not moved on
-    a = torch.randn(n, n, device=device, dtype=dtype, generator=generator)  # ones draw less power, and run faster
+    # A generator of its own: a run's random numbers are not moved on. Random factors, since a
+    # matrix of ones draws less power, and runs faster.
+    generator = torch.Generator(device).manual_seed(0)
+    a = torch.randn(n, n, device=device, dtype=dtype, generator=generator)
     seconds = []
     for _ in range(4):
         start = time.perf_counter()
@@ -866,38 +879,68 @@ def matmul_peak(device, dtype):
     return 2 * n**3 / min(seconds)
 
 
+def peak_memory(device):
+    """The most bytes that this process has held so far, on the GPU if it computes there; NaN where
+    nobody counts them."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return math.nan
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def compile_blocks(model, device, choice):
-    """Compile each block in place: one graph serves every layer and any number of loops, and no weight is renamed. There
-    are at most four: with and without gradients, of windows of one length and, from the second length on, of any."""
+    """Compile each block in place: one graph serves every layer and any number of loops, and no
+    weight is renamed. There are at most four: with and without gradients, of windows of one length
+    and, from the second length on, of any."""
     global compute_chunk
     compute_chunk = cross_entropy_chunk
-    large = device.type == "cuda" or device.type == "cpu" and sum(p.numel() for p in model.parameters()) > 10e6
-    if choice == "off" or choice == "auto" and not large:
+    if choice == "auto":
+        size = sum(p.numel() for p in model.parameters())
+        pays = device.type == "cuda" or (device.type == "cpu" and size > 10e6)
+        choice = "on" if pays else "off"
+    if choice == "off":
         return
-    torch.compiler.reset()  # all models of a process share PyTorch's limit of 8 graphs of a function
+    torch.compiler.reset()  # all models of a process share PyTorch's limit of 8 graphs a function
     try:
         torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
     except Exception as error:  # no C++ compiler, no Triton: whatever the back end raises
-        print(f"warning: running without torch.compile ({str(error).strip().splitlines()[0]})", file=sys.stderr)
+        reason = str(error).strip().splitlines()[0]
+        print(f"warning: running without torch.compile ({reason})", file=sys.stderr)
         return
-    torch._functorch.config.ban_recompute_materialized_backward = False  # recompute what is cheap: a third of the memory
+    # Compute what is cheap again in the backward pass: a third of the memory.
+    torch._functorch.config.ban_recompute_materialized_backward = False
     for block in model.blocks:
-        block.compile()  # not fullgraph=True, with which a run ends at that limit: so it warns and goes on uncompiled
+        # Not fullgraph=True, with which a run ends at that limit: so it warns and goes on.
+        block.compile()
     compute_chunk = torch.compile(cross_entropy_chunk)
 
 
+# --------------------------------------------------------------------------------------------------
+# Optimiser and schedule
+
 def build_optimizers(model, o):
-    """AdamW, decaying matrices only; with --optimizer=muon the matrices of the blocks and of the feedback go to Muon."""
-    muon = [p for name, p in model.named_parameters()
-            if p.ndim == 2 and name.startswith(("blocks.", "W_")) and o.optimizer == "muon"]
-    rest = [p for p in model.parameters() if not any(p is m for m in muon)]
-    groups = [{"params": [p for p in rest if p.ndim >= 2], "weight_decay": o.weight_decay},
-              {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}]
+    """AdamW, decaying matrices only; with --optimizer=muon the matrices of the blocks and of the
+    feedback go to Muon."""
+    muon, matrices, vectors = [], [], []
+    for name, p in model.named_parameters():
+        if p.ndim == 2 and name.startswith(("blocks.", "W_")) and o.optimizer == "muon":
+            muon.append(p)
+        elif p.ndim >= 2:
+            matrices.append(p)
+        else:
+            vectors.append(p)
+    groups = [{"params": matrices, "weight_decay": o.weight_decay},
+              {"params": vectors, "weight_decay": 0.0}]
     optimizers = [torch.optim.AdamW(groups, lr=o.lr, betas=(0.9, o.beta2), fused=True)]
     if muon:
         optimizers.append(torch.optim.Muon(muon, lr=o.muon_lr, weight_decay=o.weight_decay))
-    for group in (g for optimizer in optimizers for g in optimizer.param_groups):
-        group["peak_lr"] = group["lr"]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
     return optimizers
 
 
@@ -905,21 +948,26 @@ def schedule(o, step, max_steps):
     """The share of the peak rate at steps 1 .. max_steps."""
     if step <= o.warmup_steps:
         return step / o.warmup_steps
-    t = (step - o.warmup_steps - 1) / (max_steps - o.warmup_steps)
     if o.schedule == "cosine":
+        t = (step - o.warmup_steps - 1) / (max_steps - o.warmup_steps)
         return 0.5 * (1 + math.cos(math.pi * t))
     if o.schedule == "wsd":
         return min(1.0, (max_steps - step + 1) / max(o.decay_share * max_steps, 1))
     return 1.0
 
 
-CHECKPOINT = {"model": str, "preset": str, "config": dict, "options": dict, "tokenizer": dict, "weights": dict,
-              "step": int, "max_steps": int, "best": Annotated[float, -math.inf, math.inf]}  # ckpt.pt has more
+# --------------------------------------------------------------------------------------------------
+# Checkpoints. best.pt: weights, config, tokenizer. ckpt.pt: also all that --resume needs to go on
+# bit for bit.
+
+CHECKPOINT = {"model": str, "preset": str, "config": dict, "options": dict, "tokenizer": dict,
+              "weights": dict, "step": int, "max_steps": int,
+              "best": Annotated[float, -math.inf, math.inf]}  # ckpt.pt has more
 
 
 @contextlib.contextmanager
 def restoring(what):
-    """Whatever goes wrong while a run is restored is one line that begins with `what`: a file may hold anything."""
+    """Whatever goes wrong inside, as a file may hold anything, is one line that begins so."""
     try:
         yield
     except Exception as error:
@@ -929,24 +977,29 @@ def restoring(what):
 
 def training_command(name):
     """What trains a model `name`: the driver, or an experiment."""
-    return f"python train.py {name}" if name in MODELS else f"python experiments/{name}.py train"
+    if name in MODELS:
+        return f"python train.py {name}"
+    return f"python experiments/{name}.py train"
 
 
 def load_checkpoint(path, name=None):
-    """The checkpoint dict at `path` (a file, or a run directory's ckpt.pt), if model `name` wrote it, or any of them;
-    tensors on the CPU."""
+    """The checkpoint dict at `path` (a file, or a run directory's ckpt.pt), if model `name` wrote
+    it, or any of them; tensors on the CPU."""
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
     if not path.exists():
-        begun = f" --out_dir={path.parent} --resume" if (path.parent / "config.json").exists() else ""
-        raise UserError(f"{path}: no such checkpoint; train one with: {training_command(name or MODELS[0])}{begun}")
+        command = training_command(name or MODELS[0])
+        if (path.parent / "config.json").exists():  # it was stopped before its first checkpoint
+            command += f" --out_dir={path.parent} --resume"
+        raise UserError(f"{path}: no such checkpoint; train one with: {command}")
     try:
-        with zipfile.ZipFile(path) as archive:  # torch writes its checksums, and does not look at them
+        with zipfile.ZipFile(path) as archive:  # torch writes checksums, and does not look at them
             if damaged := archive.testzip():
                 raise ValueError(damaged)
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         found = ckpt["model"]
-    except Exception as error:  # pickle, zip and torch errors of all kinds: truncated, foreign, or with objects inside
-        raise UserError(f"{path} is not a checkpoint of this project, or is damaged ({type(error).__name__})") from None
+    except Exception as error:  # of pickle, zip, torch: truncated, foreign, or with objects inside
+        raise UserError(f"{path} is not a checkpoint of this project, or is damaged "
+                        f"({type(error).__name__})") from None
     if name not in (None, found):
         raise UserError(f"{path} is a checkpoint of {found}, not of {name}")
     with restoring(f"{path} does not fit {found}.py as it is now"):
@@ -958,7 +1011,7 @@ def load_checkpoint(path, name=None):
 
 
 def load_model(path, module, model_class):
-    """A trained model in eval mode, its Options and its tokenizer, from a run directory or a checkpoint file."""
+    """A trained model in eval mode, its Options and its tokenizer, of a run or a checkpoint."""
     return restore_model(load_checkpoint(path, module), path, module, model_class)
 
 
@@ -972,12 +1025,124 @@ def restore_model(ckpt, path, module, model_class):
         tokenizer = build_tokenizer(ckpt["tokenizer"], options.data_dir)
         tokenizer.decode(list(range(config.vocab_size)))  # every token that the model may give
         if tokenizer.vocab_size > config.vocab_size:
-            raise ValueError(f"its tokenizer has {tokenizer.vocab_size:,} types, its model {config.vocab_size:,}")
+            raise ValueError(f"its tokenizer has {tokenizer.vocab_size:,} types, its model "
+                             f"{config.vocab_size:,}")
     return model.to(pick_device("auto")).eval(), options, tokenizer
 
 
+def save_training(run, name):
+    """Write best.pt or ckpt.pt. All processes must call it, since each has random numbers."""
+    state = run.record | {
+        "given": run.record["config"],  # what was asked for
+        "config": vars(run.config),  # with the sizes that the data have
+        "step": run.step,
+        "tokenizer": run.data.tokenizer.spec,
+        "text": getattr(run.data, "digest", None),
+        "max_steps": run.max_steps,
+        "best": run.best,
+        "weights": run.model.state_dict(),
+    }
+    if name == "ckpt.pt":
+        rng = [torch.get_rng_state(), None]
+        if run.device.type == "cuda":
+            rng[1] = torch.cuda.get_rng_state(run.device)
+        every_rng = [rng] * run.world
+        if run.world > 1:
+            dist.all_gather_object(every_rng, rng)
+        state["optimizers"] = [optimizer.state_dict() for optimizer in run.optimizers]
+        state["tokens"] = run.tokens
+        state["rng"] = every_rng
+    if not run.is_main_process:
+        return
+    with atomic_write(run.out / name) as f:
+        try:
+            torch.save(state, f)
+        except RuntimeError as error:  # torch's own, which hides the disk's
+            reason = error.__context__ or str(error).splitlines()[0]
+            raise OSError(f"{run.out / name} cannot be written: {reason}") from None
+
+
+def load_training(run):
+    """Go on from ckpt.pt: everything that save_training put there, and the rows of log.csv."""
+    ckpt = load_checkpoint(run.out, run.name)
+    with restoring(f"{run.out}/ckpt.pt does not fit {run.name}.py and these options; resume it as "
+                   f"it was, or choose another --out_dir"):
+        check_same_training(run, ckpt)
+        run.model.load_state_dict(ckpt["weights"])
+        for optimizer, state in zip(run.optimizers, ckpt["optimizers"], strict=True):
+            load_optimizer(optimizer, state)
+        check_value("tokens", ckpt["tokens"], Seed)
+        run.step = ckpt["step"]
+        run.tokens = ckpt["tokens"]
+        sizes = ("batch_size", "grad_accum", "eval_batches")
+        if all(ckpt["options"][size] == getattr(run.options, size) for size in sizes):
+            run.best = ckpt["best"]  # else of other validation windows, which tell nothing of these
+        load_random_state(run, ckpt["rng"])
+        was = ckpt["optimizers"][0]["param_groups"][0]["lr"]
+        now = run.options.lr * schedule(run.options, run.step, run.max_steps)
+        if was != now:
+            run.say(f"warning: the learning rate of step {run.step} was {was:.2g} there and is "
+                    f"{now:.2g} here: it goes on from that")
+    load_log(run)
+    run.say(f"resuming after step {run.step}")
+
+
+def check_same_training(run, ckpt):
+    """ValueError unless model, optimizer, text and tokenizer are those of the checkpoint."""
+    text = getattr(run.data, "digest", None)
+    here = vars(run.config) | {"optimizer": run.options.optimizer, "text": text}
+    there = ckpt["config"] | {"optimizer": ckpt["options"]["optimizer"],
+                              "text": ckpt.get("text", text)}
+    changed = []
+    for field, value in here.items():
+        if there.get(field) != value:
+            changed.append(f"{field}: {there.get(field)} there, {value} here")
+    if changed:
+        raise ValueError("; ".join(changed))
+    if ckpt["tokenizer"] != run.data.tokenizer.spec:
+        raise ValueError("another tokenizer")
+    if ckpt["step"] > run.max_steps:
+        raise ValueError(f"step {ckpt['step']} there, --max_steps={run.max_steps} here")
+
+
+def load_optimizer(optimizer, state):
+    """The saved moments; but rates and decay are those of the command line now."""
+    optimizer.load_state_dict(state | {"param_groups": optimizer.state_dict()["param_groups"]})
+    shapes = []
+    for p, moments in optimizer.state.items():
+        for moment in moments.values():
+            if moment.ndim:  # not the number of steps
+                shapes.append((moment.shape, p.shape))
+    if not shapes or any(moment != p for moment, p in shapes):
+        raise ValueError("the optimizer's state is of another model")
+
+
+def load_random_state(run, every_rng):
+    """This process's random numbers, of [[CPU's, CUDA's or None] for each process]."""
+    if run.rank < len(every_rng):
+        cpu, cuda = every_rng[run.rank]
+        torch.set_rng_state(cpu)
+        if cuda is not None and run.device.type == "cuda":
+            torch.cuda.set_rng_state(cuda, run.device)
+    if len(every_rng) != run.world:
+        run.say(f"warning: {len(every_rng)} processes there, {run.world} here: random numbers, as "
+                f"dropout's, go on otherwise than they would have")
+
+
+# --------------------------------------------------------------------------------------------------
+# log.csv, the lines that are printed, and curves.png
+
+SIGPIPE = 13  # where there is one: nobody reads our output
+
+
+def mute():
+    """Print nothing from now on, since nobody can read it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 class Interrupts:
-    """Ctrl-C, SIGTERM, a terminal or a reader that is gone: each asks the run to stop after this step, which saves it."""
+    """Ctrl-C, SIGTERM, a terminal or a reader that is gone: each asks the run to stop after this
+    step, which saves it."""
 
     def __init__(self):
         self.asked = 0  # the signal that asked
@@ -985,11 +1150,11 @@ class Interrupts:
         self.old = {}  # the handlers to go back to
 
     def listen(self):
-        if threading.current_thread() is not threading.main_thread():  # only there may signals be handled
+        if threading.current_thread() is not threading.main_thread():  # no signals elsewhere
             return
         signals = [signal.SIGINT, signal.SIGTERM]
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
-            signals.append(signal.SIGHUP)
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signals.append(signal.SIGHUP)  # nohup ignores it, and so do we then
         for number in signals:
             self.old[number] = signal.signal(number, self.handle)
 
@@ -999,7 +1164,7 @@ class Interrupts:
         self.old = {}
 
     def handle(self, number, frame):
-        """The first signal asks to stop after this step; the second stops at once, with nothing saved."""
+        """The first signal asks to stop after this step; the second stops at once, unsaved."""
         if self.asked and not self.speaking:
             raise KeyboardInterrupt
         self.asked = self.asked or number
@@ -1009,7 +1174,7 @@ class Interrupts:
             self.say(" stopping: saving first (again: at once, keeping the last checkpoint)")
 
     def say(self, text):
-        """Print a line. Where nobody can read it (`| head`, a closed terminal), that asks to stop as well."""
+        """Print a line. Where nobody can read it, as in `| head`, that asks to stop as well."""
         self.speaking = True
         try:
             print(text, flush=True)
@@ -1019,48 +1184,158 @@ class Interrupts:
         self.speaking = False
 
 
+class Log:
+    """The clock between two rows of log.csv, and the line that each row is printed as."""
+
+    def __init__(self, show):
+        self.show = show  # the script's own quantities in the line
+
+    def start_clock(self, step, tokens):
+        """From here on speed is measured."""
+        self.started = step, tokens, time.perf_counter()
+
+    def speed(self, step, tokens):
+        """(seconds per step, tokens per second) since the clock was started."""
+        first_step, first_tokens, start = self.started
+        seconds = time.perf_counter() - start
+        return seconds / (step - first_step), (tokens - first_tokens) / seconds
+
+    def line(self, row, max_steps, seconds_left):
+        shown = [name for name in self.show if name in row]
+        line = f"step {row['step']:>6}/{max_steps}"
+        if "train_loss" in row:
+            line += f"  loss {row['train_loss']:.4f}"
+            line += "".join(f"  {name} {row[name]:.3g}" for name in shown if "val_" not in name)
+            line += f"  {row['tokens_per_sec']:,.0f} tok/s  mfu {row['mfu']:.1%}"
+            line += f"  {seconds_left // 60}:{seconds_left % 60:02} left"
+        if "val_loss" in row:
+            line += f"  val {row['val_loss']:.4f}"
+            line += "".join(f"  {name} {row[name]:.4g}" for name in shown if "val_" in name)
+        return line
+
+
+def load_log(run):
+    """The rows of log.csv up to the step that the run resumes after. Where they cannot be read, as
+    after a spreadsheet has saved them, a new log.csv begins."""
+    path = run.out / "log.csv"
+    rows = []
+    for row in read_csv(path):
+        has_words = any(isinstance(value, str) for value in row.values())
+        if "step" in row and not has_words and row["step"] <= run.step:
+            rows.append(row)
+    if rows and rows[-1]["step"] == run.step:
+        run.rows = rows
+    elif run.is_main_process and path.exists():
+        os.replace(path, path.with_name("log.csv.old"))
+        run.say(f"warning: {path} is damaged: kept as log.csv.old, and a new one begins")
+
+
+def draw_curves(run):
+    """curves.png: training and validation loss, and one panel per quantity of the script's SHOW."""
+    shown = [name for name in run.log.show if any(name in row for row in run.rows)]
+    panels = [("train_loss", "val_loss")] + [(name,) for name in shown]
+    figure, axes = new_figure(len(panels))
+    for axis, names in zip(axes, panels):
+        for name in names:
+            logged = [row for row in run.rows if name in row]
+            axis.plot([row["step"] for row in logged], [row[name] for row in logged], label=name)
+        is_positive = any(row.get(names[0], 0) > 0 for row in run.rows)
+        yscale = "log" if len(names) == 1 and is_positive else "linear"
+        axis.set(xlabel="step", ylabel=", ".join(names), yscale=yscale)
+        axis.legend()
+    figure.suptitle(f"{run.name}-{run.preset}")
+    figure.savefig(run.out / "curves.png", dpi=120)
+
+
+def new_figure(panels):
+    """A matplotlib figure with a row of panels; nothing opens on the screen."""
+    from matplotlib.figure import Figure  # here, since it costs most of a second
+    figure = Figure((5 * panels, 3.6), layout="constrained")
+    return figure, figure.subplots(1, panels, squeeze=False)[0]
+
+
+def perplexity(ce):
+    """exp of a cross-entropy in nats; inf where a float overflows."""
+    return math.exp(ce) if ce < 700 else math.inf
+
+
+# --------------------------------------------------------------------------------------------------
+# The run
+
+def is_main_process():
+    """Whether this process prints and writes; torchrun numbers its processes by RANK."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def own_part(run, batch):
+    """This process's part of a batch (idx, targets): every world-th sequence."""
+    parts = [t[run.rank::run.world] for t in batch]
+    if run.device.type == "cuda":  # pinned, so that the copy runs beside the computation
+        return [t.pin_memory().to(run.device, non_blocking=True) for t in parts]
+    return [t.to(run.device) for t in parts]
+
+
+def average(tensors, world):
+    """Replace each tensor by its mean over the processes."""
+    if world == 1:
+        return
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat)
+    flat /= world
+    for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
+        tensor.copy_(mean.view_as(tensor))
+
+
+def share_out(run, split, indices):
+    """(idx, targets, num_targets) for every micro-batch of some batches of a split: this process's
+    part, and what the sum over its targets is divided by, so that the mean over micro-batches and
+    processes is that over all targets."""
+    parts = [part for i in indices for part in micro_batches(run.data, split, i)]
+    total = sum(int((targets >= 0).sum()) for _, targets in parts)
+    num_targets = total / len(parts) / run.world
+    for part in parts:
+        idx, targets = own_part(run, part)
+        yield idx, targets, num_targets
+
+
 class Run:
-    """One training run. The methods up to `finish` stand in the order in which a script's training loop calls them."""
+    """One training run; `prepare` to `finish` stand in the order in which a script calls them."""
 
     def __init__(self, name, preset, config, options, show):
-        self.name, self.preset, self.options, self.show = name, preset, options, show
+        self.name = name
+        self.preset = preset
+        self.options = options
         self.out = Path(options.out_dir)
-        self.record = {"model": name, "preset": preset, "config": vars(config), "options": vars(options)}  # config.json
+        self.record = {"model": name, "preset": preset, "config": vars(config),
+                       "options": vars(options)}  # config.json
         self.model = None
-        self.rows = []  # of log.csv
         self.step = 0  # optimiser steps so far, the one in progress included
         self.tokens = 0  # that they have seen, of all processes
         self.best = math.inf  # validation loss
+        self.rows = []  # of log.csv
+        self.log = Log(show)
         self.interrupts = Interrupts()
-        self.rank = int(os.environ.get("RANK", 0))  # RANK, WORLD_SIZE, LOCAL_RANK: set by torchrun
+        self.rank = int(os.environ.get("RANK", 0))  # both set by torchrun
         self.world = int(os.environ.get("WORLD_SIZE", 1))
-        self.is_main_process = self.rank == 0
-        self.device = self.pick_device()
-        self.dtype = pick_dtype(options.dtype, self.device)
+        self.is_main_process = is_main_process()
         if options.batch_size % self.world:
-            raise UserError(f"--batch_size={options.batch_size} cannot be shared by {self.world} processes")
-        if self.world > 1 and not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
-        for turn in (True, False):  # the main process builds the token cache, the others then find it
+            raise UserError(f"--batch_size={options.batch_size} cannot be shared by {self.world} "
+                            f"processes")
+        self.device = start_process(options.device, self.world)
+        self.dtype = pick_dtype(options.dtype, self.device)
+        for turn in (True, False):  # the main process builds the token cache, the others find it
             if self.is_main_process == turn:
                 self.data = load_data(options, config)
             if self.world > 1:
                 dist.barrier()
-        self.config = dataclasses.replace(config, vocab_size=self.data.vocab_size, block_size=self.data.T)
-        self.max_steps = options.max_steps or options.epochs * self.data.steps_per_epoch
-        if not self.max_steps or options.stride and not self.data.steps_per_epoch:
-            raise UserError(f"{options.dataset} has not one step of {options.batch_size} x {options.grad_accum} windows")
+        self.config = dataclasses.replace(config, vocab_size=self.data.vocab_size,
+                                          block_size=self.data.T)
+        steps_per_epoch = self.data.steps_per_epoch
+        self.max_steps = options.max_steps or options.epochs * steps_per_epoch
+        if not self.max_steps or (options.stride and not steps_per_epoch):
+            raise UserError(f"{options.dataset} has not one step of {options.batch_size} x "
+                            f"{options.grad_accum} windows")
         torch.manual_seed(options.seed)
-
-    def pick_device(self):
-        name = self.options.device
-        if self.world > 1 and torch.cuda.is_available() and name in ("auto", "cuda"):
-            name = f"cuda:{os.environ['LOCAL_RANK']}"
-        device = pick_device(name)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            torch.set_float32_matmul_precision("high")
-        return device
 
     @property
     def resumes(self):
@@ -1068,49 +1343,46 @@ class Run:
         return self.options.resume and (self.out / "ckpt.pt").exists()
 
     def prepare(self, model):
-        """Model to the device, blocks compiled, optimisers built, the last checkpoint loaded. Returns the model."""
+        """The model on its device, compiled, with optimisers; with --resume, as it was saved."""
         check_value("--max_steps", self.max_steps, int)  # however many epochs come to
         self.model = model.to(self.device)
         self.optimizers = build_optimizers(model, self.options)
-        self.bad_step = torch.zeros((), device=self.device)  # the first whose loss or gradient was not finite
+        self.bad_step = torch.zeros((), device=self.device)  # the first that was not finite
         if self.rank:
             torch.manual_seed(self.options.seed + self.rank)  # dropout differs between processes
-        if self.resumes:
-            load_training(self)
-        elif self.is_main_process and self.options.overwrite:
-            for name in RUN_FILES:
-                (self.out / name).unlink(missing_ok=True)
-        config = self.out / "config.json"
-        if self.is_main_process and (self.step < self.max_steps or not config.exists()):
-            write_json(config, self.record)  # only now: a run that cannot be resumed so, or is finished, keeps its own
+        prepare_directory(self)
         compile_blocks(model, self.device, self.options.compile)
         self.peak = matmul_peak(self.device, self.dtype) * self.world
         size = sum(p.numel() for p in model.parameters())
-        self.say(f"{self.name}-{self.preset} on {self.options.dataset}: {size / 1e6:.2f}M parameters, {self.device}, "
-                 f"{str(self.dtype)[6:]}, matmul peak {self.peak / 1e12:.2f} TFLOP/s, into {self.out}")
+        self.say(f"{self.name}-{self.preset} on {self.options.dataset}: {size / 1e6:.2f}M "
+                 f"parameters, {self.device}, {str(self.dtype)[6:]}, matmul peak "
+                 f"{self.peak / 1e12:.2f} TFLOP/s, into {self.out}")
         self.interrupts.listen()
-        self.start_clock()
+        self.log.start_clock(self.step, self.tokens)
         if not self.rows:  # at the start, or where log.csv is gone
-            self.say(self.log(evaluate=True))
+            self.say(log_step(self, validate=True))
         return model
 
     def begin_step(self):
         """Count the step and set its learning rate."""
         self.step += 1
+        share = schedule(self.options, self.step, self.max_steps)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * schedule(self.options, self.step, self.max_steps)
-        self.loss, self.metrics = 0.0, {}
+                group["lr"] = group["peak_lr"] * share
+        self.loss = 0.0
+        self.metrics = {}
 
     def micro_batches(self):
         """(idx, targets, num_targets) for each of the step's micro-batches: see share_out."""
-        for idx, targets, num_targets in self.share_out("train", [self.step - 1]):
+        for idx, targets, num_targets in share_out(self, "train", [self.step - 1]):
             self.tokens += idx.numel() * self.world
             yield idx, targets, num_targets
 
     def autocast(self):
         """bfloat16 where the hardware is fast at it, or what --dtype says."""
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        enabled = self.dtype != torch.float32
+        return torch.autocast(self.device.type, self.dtype, enabled=enabled)
 
     def backward(self, loss, metrics):
         """Add the gradients of this micro-batch's part of the step's loss."""
@@ -1121,33 +1393,29 @@ class Run:
             self.metrics[name] = self.metrics.get(name, 0.0) + value.detach() * part
 
     def average_gradients(self):
-        """Over the processes of torchrun. A loop's weights have theirs only at the end: there is nothing to overlap."""
-        if self.world == 1:
-            return
+        """Over the processes of torchrun. A loop's gradients are ready only now: no overlap."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        flat = torch.cat([grad.flatten() for grad in gradients])
-        dist.all_reduce(flat)
-        flat /= self.world
-        for grad, mean in zip(gradients, flat.split([grad.numel() for grad in gradients])):
-            grad.copy_(mean.view_as(grad))
+        average(gradients, self.world)
 
     def optimizer_step(self, grad_norm):
-        """Update the weights. A loss or gradient norm that is not finite is noted; to look at it would wait for the GPU."""
+        """Update the weights; note a loss that is not finite, as to look would wait for the GPU."""
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        bad = ~torch.isfinite(self.loss + grad_norm) & (self.bad_step == 0)
-        self.bad_step = torch.where(bad, torch.full_like(self.bad_step, self.step), self.bad_step)
+        is_first_bad = ~torch.isfinite(self.loss + grad_norm) & (self.bad_step == 0)
+        this_step = torch.full_like(self.bad_step, self.step)
+        self.bad_step = torch.where(is_first_bad, this_step, self.bad_step)
 
     def end_step(self):
-        """Log, evaluate and save, each at its interval; if something has asked the run to stop, save and exit."""
-        stop, line = self.asked_to_stop(), ""
-        evaluate = self.step == self.max_steps or self.step % self.options.eval_interval == 0
-        if evaluate or stop or self.step % self.options.log_interval == 0:
-            line = self.log(evaluate)
-        if evaluate or stop:
+        """Log, evaluate and save, each at its interval; save and exit if the run is to stop."""
+        stop = self.asked_to_stop()
+        validate = self.step == self.max_steps or self.step % self.options.eval_interval == 0
+        line = ""
+        if validate or stop or self.step % self.options.log_interval == 0:
+            line = log_step(self, validate)
+        if validate or stop:
             save_training(self, "ckpt.pt")
-            self.start_clock()
+            self.log.start_clock(self.step, self.tokens)
             stop = self.asked_to_stop()  # during the evaluation
         self.say(line)  # last, since nobody may be there to read it
         if stop:
@@ -1159,10 +1427,10 @@ class Run:
         if self.is_main_process:
             draw_curves(self)
         if self.interrupts.asked or self.step < self.max_steps:
-            data_dir = self.options.data_dir
-            data_dir = f" --data_dir={data_dir}" if data_dir != Options.data_dir else ""
-            self.say(f"stopped after step {self.step}, saved; go on with: {training_command(self.name)} "
-                     f"--out_dir={self.out}{data_dir} --resume")
+            command = f"{training_command(self.name)} --out_dir={self.out}"
+            if self.options.data_dir != Options.data_dir:
+                command += f" --data_dir={self.options.data_dir}"
+            self.say(f"stopped after step {self.step}, saved; go on with: {command} --resume")
             sys.exit(128 + (self.interrupts.asked or signal.SIGTERM))
 
     def say(self, text):
@@ -1172,185 +1440,81 @@ class Run:
 
     def asked_to_stop(self):
         """Whether any of the processes was."""
-        return self.mean(torch.tensor(float(self.interrupts.asked))) > 0  # on the CPU: nothing waits for the device
+        asked = torch.tensor(float(self.interrupts.asked))  # on the CPU: no wait for the device
+        return self.mean(asked) > 0
 
     def mean(self, value):
         """A scalar tensor, averaged over the processes, as a float."""
-        if self.world > 1:
-            value = value.detach().clone()
-            dist.all_reduce(value)
-            value = value / self.world
+        value = value.detach().clone()
+        average([value], self.world)
         return float(value)
 
-    def to_device(self, batch):
-        """This process's rows of a batch (idx, targets)."""
-        rows = [t[self.rank::self.world] for t in batch]
-        if self.device.type == "cuda":  # pinned, so that the copy runs beside the computation
-            return [t.pin_memory().to(self.device, non_blocking=True) for t in rows]
-        return [t.to(self.device) for t in rows]
 
-    def share_out(self, split, indices):
-        """(idx, targets, num_targets) for every micro-batch of some batches of a split: this process's rows, and what the
-        sum over its targets is divided by, so that the mean over micro-batches and processes is that over all targets."""
-        parts = [part for i in indices for part in micro_batches(self.data, split, i)]
-        num_targets = sum(int((targets >= 0).sum()) for _, targets in parts) / len(parts) / self.world
-        for part in parts:
-            idx, targets = self.to_device(part)
-            yield idx, targets, num_targets
-
-    @torch.no_grad()
-    def evaluate(self):
-        """Mean loss, over targets, and metrics of the validation rows, as val_* columns."""
-        self.model.eval()
-        totals = collections.Counter()
-        for idx, targets, num_targets in self.share_out("val", range(self.options.eval_batches)):
-            with self.autocast():
-                loss, metrics = self.model.loss(idx, targets, num_targets=num_targets)
-            for name, value in {"loss": loss, **metrics}.items():
-                totals[f"val_{name}"] += self.mean(value) / (self.options.eval_batches * self.options.grad_accum)
-        self.model.train()
-        return dict(totals)
-
-    def start_clock(self):
-        """From here on speed is measured."""
-        self.clock = self.step, self.tokens, time.perf_counter()
-
-    def log(self, evaluate):
-        """Write a row of log.csv; return it as a line. UserError if a loss or a gradient was not finite."""
-        if self.bad_step:
-            advice = "try a lower --lr" if self.bad_step > 1 else "no update was made before, so it is not --lr"
-            kept = f"; {self.out} keeps its last good checkpoint" if (self.out / "ckpt.pt").exists() else ""
-            raise UserError(f"the loss or its gradient was not finite at step {int(self.bad_step)}: {advice}{kept}")
-        row = {"step": self.step, "tokens": self.tokens}
-        line = f"step {self.step:>6}/{self.max_steps}"
-        step, tokens, clock = self.clock
-        if self.step > step:
-            seconds = time.perf_counter() - clock
-            row["train_loss"] = self.mean(self.loss)
-            row |= {name: self.mean(value) for name, value in self.metrics.items()}
-            row["lr"] = self.optimizers[0].param_groups[0]["lr"]
-            row["tokens_per_sec"] = (self.tokens - tokens) / seconds
-            row["mfu"] = self.model.flops_per_token() * row["tokens_per_sec"] / self.peak
-            left = int((self.max_steps - self.step) * seconds / (self.step - step))
-            line += f"  loss {row['train_loss']:.4f}"
-            line += "".join(f"  {name} {row[name]:.3g}" for name in self.show if name in row)
-            line += f"  {row['tokens_per_sec']:,.0f} tok/s  mfu {row['mfu']:.1%}  {left // 60}:{left % 60:02} left"
-        if evaluate:
-            measured = self.evaluate()
-            row |= measured
-            line += f"  val {row['val_loss']:.4f}"
-            line += "".join(f"  {name} {measured[name]:.4g}" for name in self.show if name in measured)
-        self.rows.append(row)
-        if self.is_main_process:
-            write_csv(self.out / "log.csv", self.rows)
-            if evaluate and row["val_loss"] < self.best:
-                self.best = row["val_loss"]
-                save_training(self, "best.pt")
-        self.start_clock()
-        return line
+@torch.no_grad()
+def evaluate(run):
+    """Mean loss, over targets, and metrics of the validation windows, as val_* columns."""
+    o = run.options
+    run.model.eval()
+    totals = collections.Counter()
+    for idx, targets, num_targets in share_out(run, "val", range(o.eval_batches)):
+        with run.autocast():
+            loss, metrics = run.model.loss(idx, targets, num_targets=num_targets)
+        for name, value in {"loss": loss, **metrics}.items():
+            totals[f"val_{name}"] += run.mean(value) / (o.eval_batches * o.grad_accum)
+    run.model.train()
+    return dict(totals)
 
 
-def save_training(run, name):
-    """best.pt: weights, config, tokenizer. ckpt.pt: also all that --resume needs to go on bit for bit."""
-    state = run.record | {"given": run.record["config"], "config": vars(run.config), "step": run.step,
-                           "tokenizer": run.data.tokenizer.spec, "text": getattr(run.data, "digest", None),
-                           "max_steps": run.max_steps, "best": run.best, "weights": run.model.state_dict()}
-    if name == "ckpt.pt":
-        rng = [torch.get_rng_state(), torch.cuda.get_rng_state(run.device) if run.device.type == "cuda" else None]
-        every_rng = [rng] * run.world
-        if run.world > 1:
-            dist.all_gather_object(every_rng, rng)
-        state |= {"optimizers": [o.state_dict() for o in run.optimizers], "tokens": run.tokens, "rng": every_rng}
+def prepare_directory(run):
+    """Load what the run resumes from, or delete what it overwrites; write config.json."""
+    if run.resumes:
+        load_training(run)
+    elif run.options.overwrite and run.is_main_process:
+        for name in RUN_FILES:
+            (run.out / name).unlink(missing_ok=True)
+    # Only now: a run that cannot be resumed so, or that is finished, keeps its own.
+    path = run.out / "config.json"
+    if run.is_main_process and (run.step < run.max_steps or not path.exists()):
+        write_json(path, run.record)
+
+
+def log_step(run, validate):
+    """Add a row to log.csv, with an evaluation if `validate`; return it as a line. UserError if a
+    loss or a gradient was not finite."""
+    check_finite(run)
+    row = {"step": run.step, "tokens": run.tokens}
+    seconds_left = None
+    first_step, *_ = run.log.started
+    if run.step > first_step:
+        seconds_per_step, tokens_per_sec = run.log.speed(run.step, run.tokens)
+        seconds_left = int((run.max_steps - run.step) * seconds_per_step)
+        row["train_loss"] = run.mean(run.loss)
+        for name, value in run.metrics.items():
+            row[name] = run.mean(value)
+        row["lr"] = run.optimizers[0].param_groups[0]["lr"]
+        row["tokens_per_sec"] = tokens_per_sec
+        row["mfu"] = run.model.flops_per_token() * tokens_per_sec / run.peak
+    if validate:
+        row |= evaluate(run)
+    run.rows.append(row)
     if run.is_main_process:
-        with atomic_write(run.out / name) as f:
-            try:
-                torch.save(state, f)
-            except RuntimeError as error:  # torch's own, which hides the disk's
-                reason = error.__context__ or str(error).splitlines()[0]
-                raise OSError(f"{run.out / name} cannot be written: {reason}") from None
+        write_csv(run.out / "log.csv", run.rows)
+        if validate and row["val_loss"] < run.best:
+            run.best = row["val_loss"]
+            save_training(run, "best.pt")
+    run.log.start_clock(run.step, run.tokens)
+    return run.log.line(row, run.max_steps, seconds_left)
 
 
-def load_training(run):
-    """Go on from ckpt.pt: everything that save_training put there, and the rows of log.csv up to its step."""
-    ckpt = load_checkpoint(run.out, run.name)
-    with restoring(f"{run.out}/ckpt.pt does not fit {run.name}.py and these options; resume it as it was, or "
-                   f"choose another --out_dir"):
-        text = getattr(run.data, "digest", None)
-        there = ckpt["config"] | {"optimizer": ckpt["options"]["optimizer"], "text": ckpt.get("text", text)}
-        here = vars(run.config) | {"optimizer": run.options.optimizer, "text": text}
-        changed = [f"{k}: {there.get(k)} there, {v} here" for k, v in here.items() if there.get(k) != v]
-        if changed or ckpt["tokenizer"] != run.data.tokenizer.spec:
-            raise ValueError("; ".join(changed) or "another tokenizer")
-        if ckpt["step"] > run.max_steps:
-            raise ValueError(f"step {ckpt['step']} there, --max_steps={run.max_steps} here")
-        run.model.load_state_dict(ckpt["weights"])
-        for optimizer, state in zip(run.optimizers, ckpt["optimizers"], strict=True):  # rates: the command line's
-            optimizer.load_state_dict(state | {"param_groups": optimizer.state_dict()["param_groups"]})
-            moments = [(m.shape, p.shape) for p, of_p in optimizer.state.items() for m in of_p.values() if m.ndim]
-            if not moments or any(m != p for m, p in moments):
-                raise ValueError("the optimizer's state is of another model")
-        check_value("tokens", ckpt["tokens"], Seed)
-        run.step, run.tokens = ckpt["step"], ckpt["tokens"]
-        if all(ckpt["options"][k] == getattr(run.options, k) for k in ("batch_size", "grad_accum", "eval_batches")):
-            run.best = ckpt["best"]  # else of other validation rows, which tell nothing of these
-        for cpu, cuda in ckpt["rng"][run.rank:run.rank + 1]:
-            torch.set_rng_state(cpu)
-            if cuda is not None and run.device.type == "cuda":
-                torch.cuda.set_rng_state(cuda, run.device)
-        if len(ckpt["rng"]) != run.world:
-            run.say(f"warning: {len(ckpt['rng'])} processes there, {run.world} here: random numbers, as dropout's, "
-                     f"go on otherwise than they would have")
-        was, now = ckpt["optimizers"][0]["param_groups"][0]["lr"], schedule(run.options, run.step, run.max_steps)
-        if was != now * run.options.lr:
-            run.say(f"warning: the learning rate of step {run.step} was {was:.2g} there and is "
-                     f"{now * run.options.lr:.2g} here: it goes on from that")
-    log = run.out / "log.csv"
-    rows = [row for row in read_csv(log) if "step" in row and not any(isinstance(v, str) for v in row.values())]
-    run.rows = [row for row in rows if row["step"] <= run.step]
-    if not run.rows or run.rows[-1]["step"] != run.step:
-        run.rows = []
-        if run.is_main_process and log.exists():
-            os.replace(log, log.with_name("log.csv.old"))
-            run.say(f"warning: {log} is damaged: kept as log.csv.old, and a new one begins")
-    run.say(f"resuming after step {run.step}")
-
-
-def draw_curves(run):
-    """curves.png: training and validation loss, and one panel per quantity of the script's SHOW."""
-    panels = [("train_loss", "val_loss"), *((name,) for name in run.show if any(name in r for r in run.rows))]
-    figure, axes = new_figure(len(panels))
-    for axis, names in zip(axes, panels):
-        for name in names:
-            points = [(r["step"], r[name]) for r in run.rows if name in r]
-            axis.plot(*zip(*points), label=name)
-        log = len(names) == 1 and any(r.get(names[0], 0) > 0 for r in run.rows)
-        axis.set(xlabel="step", ylabel=", ".join(names), yscale="log" if log else "linear")
-        axis.legend()
-    figure.suptitle(f"{run.name}-{run.preset}")
-    figure.savefig(run.out / "curves.png", dpi=120)
-
-
-def perplexity(ce):
-    """exp of a cross-entropy in nats; inf where a float overflows."""
-    return math.exp(ce) if ce < 700 else math.inf
-
-
-def new_figure(panels):
-    """A matplotlib figure with a row of panels; nothing opens on the screen."""
-    from matplotlib.figure import Figure  # here, since it costs most of a second
-    figure = Figure((5 * panels, 3.6), layout="constrained")
-    return figure, figure.subplots(1, panels, squeeze=False)[0]
-
-
-def peak_memory(device):
-    """The most bytes that this process has held so far, on the GPU if it computes there; NaN where nobody counts them."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # on Windows
-        return math.nan
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def check_finite(run):
+    """UserError if the loss or a gradient of any step so far was not finite."""
+    step = int(run.bad_step)
+    if step == 0:
+        return
+    advice = "try a lower --lr" if step > 1 else "no update was made before, so it is not --lr"
+    if (run.out / "ckpt.pt").exists():
+        advice += f"; {run.out} keeps its last good checkpoint"
+    raise UserError(f"the loss or its gradient was not finite at step {step}: {advice}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -20,8 +20,7 @@ def step_gradients(model, data, world=1, **arguments):
     options, cpu = data.options, torch.device("cpu")
     for rank in range(world):
         run = SimpleNamespace(rank=rank, world=world, data=data, device=cpu)
-        run.to_device = lambda batch, run=run: train.Run.to_device(run, batch)
-        for idx, targets, num_targets in train.Run.share_out(run, "train", [3]):
+        for idx, targets, num_targets in train.share_out(run, "train", [3]):
             loss, _ = model.loss(idx, targets, num_targets=num_targets, **arguments)
             (loss / options.grad_accum / world).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])

@@ -290,8 +290,8 @@ def test_a_closed_stdout_is_no_hindrance(tmp_path, data_dir):
 # Sweeps and reports
 
 def test_ctrl_c_in_a_conditions_last_evaluation_ends_the_sweep(tmp_path, data_dir, monkeypatch):
-    evaluate = train.Run.evaluate
-    monkeypatch.setattr(train.Run, "evaluate", lambda run: (
+    evaluate = train.evaluate
+    monkeypatch.setattr(train, "evaluate", lambda run: (
         run.step == 2 and signal.raise_signal(signal.SIGINT), evaluate(run))[1])
     with pytest.raises(SystemExit) as exit:
         blind_spot.main(["table1", *TINY, "--max_steps=2", f"--data_dir={data_dir}", f"--out_dir={tmp_path}"])

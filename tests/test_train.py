@@ -480,7 +480,7 @@ def test_an_epoch_visits_every_window_once_and_each_epoch_in_another_order(tmp_p
     assert (epochs[0] != epochs[1]).any()
     idx, targets = data.batch("train", 3)
     assert idx.shape == (4, 16) and torch.equal(idx[:, 1:], targets[:, :-1])
-    shares = [train.Run.to_device(SimpleNamespace(rank=rank, world=2, device=torch.device("cpu")), (idx, targets))
+    shares = [train.own_part(SimpleNamespace(rank=rank, world=2, device=torch.device("cpu")), (idx, targets))
               for rank in range(2)]  # of two processes
     for whole, *halves in zip((idx, targets), *shares):
         assert sorted(torch.cat(halves).tolist()) == sorted(whole.tolist())
