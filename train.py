@@ -1517,12 +1517,12 @@ def check_finite(run):
     raise UserError(f"the loss or its gradient was not finite at step {step}: {advice}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Starting a run, or a sweep of them.
+# --------------------------------------------------------------------------------------------------
+# Starting a run, or a sweep of them. `overrides`: {field: value}, what the user has set.
 
 def read_config(out, name):
-    """What config.json of a run directory holds or, where that is gone or damaged, what its checkpoint does. None where
-    there is neither."""
+    """What config.json of a run directory holds or, where that is gone or damaged, what its
+    checkpoint does. None where there is neither."""
     path = out / "config.json"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         saved = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -1532,74 +1532,131 @@ def read_config(out, name):
         return saved
     if (out / "ckpt.pt").exists():
         ckpt = load_checkpoint(out, name)
-        check_value("given", given := ckpt.get("given", ckpt["config"]), dict)
-        return {"model": name, "preset": ckpt["preset"], "config": given, "options": ckpt["options"]}
+        config = ckpt.get("given", ckpt["config"])
+        check_value("given", config, dict)
+        return {"model": name, "preset": ckpt["preset"], "config": config,
+                "options": ckpt["options"]}
     if path.exists():
-        raise UserError(f"{path} is damaged, and there is no checkpoint to take its place: add --overwrite to start again, "
-                        f"or choose another --out_dir")
+        raise UserError(f"{path} is damaged, and there is no checkpoint to take its place: add "
+                        f"--overwrite to start again, or choose another --out_dir")
+    return None
 
 
-def launch(name, module, preset, given):
-    """Train one run: the preset's fields under the `given` ones; with resume, the saved run's under the given ones."""
+def launch(name, module, preset, overrides):
+    """Train one run: the preset's fields under the overrides; with resume, the saved run's."""
     default = next(iter(module.PRESETS))
-    out = Path(given.get("out_dir") or f"out/{name}-{preset or default}")
-    values, resume, overwrite = module.PRESETS[preset or default], given.get("resume"), given.get("overwrite")
-    if resume and overwrite:
+    out = Path(overrides.get("out_dir") or f"out/{name}-{preset or default}")
+    if overrides.get("resume") and overrides.get("overwrite"):
         raise UserError("--resume and --overwrite: choose one")
-    if not resume:
+    if not overrides.get("resume"):
         out.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        if os.environ.get("RANK", "0") == "0":
-            stack.enter_context(locked(out / "run.lock", *RUN_FILES, wait=False))
-        if resume:
-            saved = read_config(out, name)
-            if not saved:
-                raise UserError(f"{out} holds no run to resume: there is neither config.json nor ckpt.pt")
-            if saved["model"] != name or preset not in (None, saved["preset"]):
-                raise UserError(f"{out} holds a run of {saved['model']}-{saved['preset']}, not of {name}-{preset or default}")
-            preset = saved["preset"]  # but not its data_dir, which may be of another machine, or somebody else's
-            values = saved["config"] | saved["options"] | {"overwrite": False, "data_dir": Options.data_dir}
-        elif not overwrite and (found := [name for name in RUN_FILES if (out / name).exists()]):
-            raise UserError(f"{out} already holds a run ({found[0]}): add --resume to go on with it, --overwrite to "
-                            f"start again, or choose another --out_dir")
-        fields = split_fields(values | given | {"out_dir": str(out)}, module.Config, Options)
-        run = Run(name, preset or default, module.Config(**fields[0]), Options(**fields[1]), module.SHOW)
+    lock = contextlib.nullcontext()
+    if is_main_process():
+        lock = locked(out / "run.lock", *RUN_FILES, wait=False)
+    with lock:
+        if overrides.get("resume"):
+            preset, fields = saved_fields(out, name, preset)
+        else:
+            if not overrides.get("overwrite"):
+                refuse_a_run(out)
+            preset = preset or default
+            fields = module.PRESETS[preset]
+        fields = fields | overrides | {"out_dir": str(out)}
+        config, options = split_fields(fields, module.Config, Options)
+        run = Run(name, preset, module.Config(**config), Options(**options), module.SHOW)
         try:
             module.train_model(run)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            if run.model is None or run.options.batch_size == run.world:
-                advice = "the model is too large for it: lower --n_embd, --n_layer, --vocab_size or --block_size"
-            else:
-                advice = "halve --batch_size and double --grad_accum, which trains the same"
-            raise UserError(f"out of memory: {advice}") from None
+            raise UserError(f"out of memory: {memory_advice(run)}") from None
         finally:
             run.interrupts.close()
 
 
-def sweep(module, preset, given, sweep_name, conditions, report, seeds):
-    """Train every condition {name: fields} with every seed, resuming what is there; then report({(name, seed): run}, out)."""
-    name, preset = module.__name__, preset or next(iter(module.PRESETS))
-    out = Path(given.get("out_dir") or f"out/{name}-{preset}-{sweep_name}")
-    first, runs = os.environ.get("RANK", "0") == "0", {}
-    defaults = vars(module.Config()) | vars(Options()) | module.PRESETS[preset]
-    for condition, fields in conditions.items():
-        for k in fields.keys() & given:
-            if given[k] != fields[k]:
-                raise UserError(f"--{k}={given[k]}: the sweep sets --{k}={fields[k]} itself, in {condition}")
-    for (condition, fields), seed in itertools.product(conditions.items(), seeds):
-        path = runs[condition, seed] = out / f"{condition}-seed{seed}"
-        values = defaults | given | fields | {"seed": seed}
-        saved = None if given.get("overwrite") else read_config(path, name)
-        for k, was in (saved["config"] | saved["options"]).items() if saved else ():
-            if values.get(k, was) != was and k not in ("resume", "overwrite", "out_dir", "data_dir"):
-                raise UserError(f"{path} was trained with --{k}={was}: choose another --out_dir for --{k}={values[k]}")
-        if first:
-            print(f"--- {condition}, seed {seed}", flush=True)
-        launch(name, module, preset, values | {"out_dir": str(path), "resume": saved is not None})
-    if first:
-        report(runs, out)
+def saved_fields(out, name, preset):
+    """The preset and the fields of the run in `out`, which is to be of model `name`."""
+    saved = read_config(out, name)
+    if not saved:
+        raise UserError(f"{out} holds no run to resume: neither config.json nor ckpt.pt is there")
+    if saved["model"] != name or preset not in (None, saved["preset"]):
+        wanted = f"{name}-{preset}" if preset else name
+        raise UserError(f"{out} holds a run of {saved['model']}-{saved['preset']}, not of {wanted}")
+    fields = saved["config"] | saved["options"]
+    # But not its data_dir, which may be of another machine, or somebody else's.
+    return saved["preset"], fields | {"overwrite": False, "data_dir": Options.data_dir}
+
+
+def refuse_a_run(out):
+    for file in RUN_FILES:
+        if (out / file).exists():
+            raise UserError(f"{out} already holds a run ({file}): add --resume to go on with it, "
+                            f"--overwrite to start again, or choose another --out_dir")
+
+
+def memory_advice(run):
+    if run.model is None or run.options.batch_size == run.world:
+        return ("the model is too large for it: lower --n_embd, --n_layer, --vocab_size or "
+                "--block_size")
+    return "halve --batch_size and double --grad_accum, which trains the same"
+
+
+def out_of_memory(error):
+    """Whether this is CUDA's, Python's, a Mac's or torch's way to say that memory is short."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return "out of memory" in str(error) or "allocate memory" in str(error)
+
+
+def training_parser(usage, module):
+    """A Parser for --preset and for every field of a script's Config and of Options."""
+    lines = ["presets, the first by default, and what they set:"]
+    for name, fields in module.PRESETS.items():
+        lines.append(f"  {name}: " + " ".join(f"--{k}={v}" for k, v in fields.items()))
+    epilog = "\n".join(lines).replace("%", "%%")
+    parser = Parser(usage, module.Config, Options, epilog=epilog)
+    parser.add_argument("--preset", choices=module.PRESETS)
+    return parser
+
+
+def main(argv):
+    usage = "python train.py MODEL [--preset=NAME] [--field=value ...]"
+    if not argv or argv[0] in ("-h", "--help"):
+        usage += (f"\nMODEL is one of {', '.join(MODELS)}; python train.py MODEL --help adds its "
+                  f"own fields.")
+        return Parser(usage, Options).print_help()
+    name, *argv = argv
+    if name not in MODELS:
+        raise UserError(f"{name!r}: no such model; {nearest(name, MODELS)}")
+    module = importlib.import_module(name)
+    overrides = training_parser(usage, module).parse(argv)
+    preset = overrides.pop("preset")
+    launch(name, module, preset, overrides)
+
+
+def experiment(argv, module, sweeps, report):
+    """The command line of an experiment: train and tabulate one of its sweeps {name: (conditions,
+    report on all of them)}, or report(path) on one trained run of the script `module`."""
+    usage = (f"python experiments/NAME.py SWEEP [--preset=NAME] [--seeds=A,B,...] [--field=value "
+             f"...]\n       python experiments/NAME.py RUN\nSWEEP is one of {', '.join(sweeps)}; "
+             f"RUN is a run of {module.__name__}")
+    parser = training_parser(usage, module)
+    parser.add_argument("--seeds", type=seed_list, help="as in 42,101,202 [the one of --seed]")
+    parser.add_argument("what", metavar="SWEEP|RUN")
+    overrides = parser.parse(argv or ["--help"])
+    preset = overrides.pop("preset")
+    seeds = overrides.pop("seeds")
+    what = overrides.pop("what")
+    if what in sweeps:
+        seeds = seeds or [overrides.get("seed", Options.seed)]
+        conditions, report_sweep = sweeps[what]
+        return sweep(module, preset, overrides, what, conditions, report_sweep, seeds)
+    if not Path(what).exists():
+        raise UserError(f"{what}: neither a sweep nor a run; {nearest(what, list(sweeps))}")
+    overrides.pop("data_dir", None)  # where its text is looked for
+    if overrides or preset or seeds:
+        raise UserError(f"{what} is a run: its options are its own")
+    report(Path(what))
 
 
 def seed_list(text):
@@ -1609,53 +1666,41 @@ def seed_list(text):
     return seeds
 
 
-def training_parser(usage, module):
-    """A Parser for --preset and for every field of a script's Config and of Options."""
-    presets = [f"  {name}: {' '.join(f'--{k}={v}' for k, v in fields.items())}" for name, fields in module.PRESETS.items()]
-    epilog = "\n".join(["presets, the first by default, and what they set:", *presets]).replace("%", "%%")
-    parser = Parser(usage, module.Config, Options, epilog=epilog)
-    parser.add_argument("--preset", choices=module.PRESETS)
-    return parser
+def sweep(module, preset, overrides, sweep_name, conditions, report, seeds):
+    """Train every condition {name: fields} with every seed, resuming what is there; then
+    report({(name, seed): run directory}, out)."""
+    name = module.__name__
+    preset = preset or next(iter(module.PRESETS))
+    out = Path(overrides.get("out_dir") or f"out/{name}-{preset}-{sweep_name}")
+    for condition, fields in conditions.items():
+        for k in fields.keys() & overrides:
+            if overrides[k] != fields[k]:
+                raise UserError(f"--{k}={overrides[k]}: the sweep sets --{k}={fields[k]} itself, "
+                                f"in {condition}")
+    defaults = vars(module.Config()) | vars(Options()) | module.PRESETS[preset]
+    runs = {}
+    for condition, fields in conditions.items():
+        for seed in seeds:
+            path = out / f"{condition}-seed{seed}"
+            values = defaults | overrides | fields | {"seed": seed, "out_dir": str(path)}
+            saved = None if overrides.get("overwrite") else read_config(path, name)
+            if saved:
+                check_same_fields(path, saved["config"] | saved["options"], values)
+            if is_main_process():
+                print(f"--- {condition}, seed {seed}", flush=True)
+            launch(name, module, preset, values | {"resume": saved is not None})
+            runs[condition, seed] = path
+    if is_main_process():
+        report(runs, out)
 
 
-def main(argv):
-    usage = "python train.py MODEL [--preset=NAME] [--field=value ...]"
-    if not argv or argv[0] in ("-h", "--help"):
-        return Parser(f"{usage}\nMODEL is one of {', '.join(MODELS)}; python train.py MODEL --help adds its own fields.",
-                      Options).print_help()
-    name, *argv = argv
-    if name not in MODELS:
-        raise UserError(f"{name!r}: no such model; {nearest(name, MODELS)}")
-    module = importlib.import_module(name)
-    given = training_parser(usage, module).parse(argv)
-    launch(name, module, given.pop("preset"), given)
-
-
-def experiment(argv, module, sweeps, report):
-    """The command line of an experiment: train and tabulate one of its sweeps {name: (conditions, report on all of them)},
-    or report(path) on one trained run of the script `module`."""
-    usage = (f"python experiments/NAME.py SWEEP [--preset=NAME] [--seeds=A,B,...] [--field=value ...]\n"
-             f"       python experiments/NAME.py RUN\nSWEEP is one of {', '.join(sweeps)}; RUN is a run of {module.__name__}")
-    parser = training_parser(usage, module)
-    parser.add_argument("--seeds", type=seed_list, help="as in 42,101,202 [the one of --seed]")
-    parser.add_argument("what", metavar="SWEEP|RUN")
-    given = parser.parse(argv or ["--help"])
-    preset, seeds, what = (given.pop(k) for k in ("preset", "seeds", "what"))
-    if what in sweeps:
-        seeds = seeds or [given.get("seed", Options.seed)]
-        return sweep(module, preset, given, what, *sweeps[what], seeds)
-    if not Path(what).exists():
-        raise UserError(f"{what}: neither a sweep nor a run; {nearest(what, list(sweeps))}")
-    given.pop("data_dir", None)  # where its text is looked for
-    if given or preset or seeds:
-        raise UserError(f"{what} is a run: its options are its own")
-    report(Path(what))
-
-
-def out_of_memory(error):
-    """Whether this is CUDA's, Python's, a Mac's or torch's way to say that memory is short."""
-    words = "out of memory", "allocate memory"
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in words)
+def check_same_fields(path, saved, values):
+    """UserError unless the run there was trained with the values that a sweep would give it."""
+    for k, was in saved.items():
+        may_differ = k in ("resume", "overwrite", "out_dir", "data_dir")
+        if values.get(k, was) != was and not may_differ:
+            raise UserError(f"{path} was trained with --{k}={was}: choose another --out_dir for "
+                            f"--{k}={values[k]}")
 
 
 def command_line(function):
@@ -1677,7 +1722,8 @@ def command_line(function):
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        sys.exit("error: out of memory: ask for fewer loops or passes, a shorter text, or a lower --eval_rows")
+        sys.exit("error: out of memory: ask for fewer loops or passes, a shorter text, or a lower "
+                 "--eval_rows")
 
 
 if __name__ == "__main__":
