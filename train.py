@@ -1113,7 +1113,8 @@ def load_optimizer(optimizer, state):
         for moment in moments.values():
             if moment.ndim:  # not the number of steps
                 shapes.append((moment.shape, p.shape))
-    if not shapes or any(moment != p for moment, p in shapes):
+    keeps_moments = optimizer.defaults.get("momentum") != 0  # plain SGD has none
+    if keeps_moments and not shapes or any(moment != p for moment, p in shapes):
         raise ValueError("the optimizer's state is of another model")
 
 

@@ -638,3 +638,10 @@ def test_wikitext_comes_from_its_archive_split_by_split(server, tmp_path, monkey
     (tmp_path / "data" / "wikitext-2.zip").write_bytes(b"PK not a zip")
     with pytest.raises(UserError, match="not the WikiText archive"):
         train.TextData(options(tmp_path, dataset="wikitext-2", tokenizer="regex"), config())
+
+
+def test_an_optimizer_without_moments_is_resumed_and_one_that_lost_them_is_not():
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    for optimizer, is_refused in ((torch.optim.SGD([weight], lr=0.1), False), (torch.optim.AdamW([weight], lr=0.1), True)):
+        with pytest.raises(ValueError, match="of another model") if is_refused else contextlib.nullcontext():
+            train.load_optimizer(optimizer, {"state": {}})
