@@ -719,7 +719,7 @@ def micro_batches(data, split, i):
 
 def validation_batches(options, tokenizer, model, n):
     """A trained run's data, and the first n validation micro-batches on the model's device."""
-    print(f"validation split of {options.dataset}, the data that the run names")
+    print(f"validation split of {options.dataset}, the data that the run names", file=sys.stderr)
     data = load_data(options, model.config)
     if data.tokenizer.spec != tokenizer.spec:
         raise UserError(f"--dataset={options.dataset} now has another vocabulary than the run was "

@@ -165,10 +165,10 @@ def frontier(model, batches):
 
 def sequence_margin(model, h, k):
     """How sure each sequence's logits are after loop k, (B,): the mean over tokens of the largest
-    minus the second largest; 0 where the vocabulary has one type only."""
+    minus the second largest."""
     logits = model.readout(h, final=k >= model.config.num_loops)
-    top = logits.topk(min(2, model.config.vocab_size), dim=-1).values  # (B, T, 2)
-    return (top[..., 0] - top[..., -1]).mean(-1).float()
+    top = logits.topk(2, dim=-1).values  # (B, T, 2)
+    return (top[..., 0] - top[..., 1]).mean(-1).float()
 
 
 @torch.no_grad()

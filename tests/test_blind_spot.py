@@ -68,13 +68,6 @@ def test_calibrated_halting_stays_within_its_tolerance():
 
 # The report on a run, and the sweep
 
-def test_a_text_of_one_repeated_character_is_diagnosed_and_leaves_after_one_loop(train_run, tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("a" * 2000)
-    out = train_run(f"--dataset={tmp_path}/text.txt", "--max_steps=1")
-    blind_spot.main([str(out)])
-    assert "1.00 loops on average, PPL 1.000" in capsys.readouterr().out
-
-
 def test_diagnosing_a_run_prints_every_diagnostic_and_draws_them(train_run, capsys):
     blind_spot.main([str(train_run("--readout=raw", "--num_loops=1", out="one loop"))])
     capsys.readouterr()

@@ -135,7 +135,7 @@ def test_a_saved_run_does_not_say_where_caches_are_written(command, capsys, tmp_
     shutil.rmtree(tmp_path / "theirs")
     capsys.readouterr()
     looped_gpt.main([str(out), f"--data_dir={tmp_path}/ours"])
-    assert "validation split of python-docs" in capsys.readouterr().out
+    assert "validation split of python-docs" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "ours")
     train.main(["looped_gpt", f"--out_dir={out}", f"--data_dir={tmp_path}/ours", "--resume", "--max_steps=9"])
     assert "looped_gpt-tiny on python-docs" in capsys.readouterr().out
