@@ -1,6 +1,10 @@
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one process a core: torch's own threads would only compete
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
