@@ -245,7 +245,7 @@ def test_a_run_answers_with_one_small_table_that_shows_the_claim(tmp_path, capsy
         train.main([*argv, f"--readout={readout}", f"--out_dir={out}"])
         files = set(out.iterdir())
         capsys.readouterr()
-        looped_gpt.main([str(out)])
+        looped_gpt.main([str(out), f"--data_dir={tmp_path}"])
         first, head, *loops, lemma1, lemma2 = capsys.readouterr().out.splitlines()
         assert first == f"readout {readout}, supervision per_loop, norm penalty 0.0, K = 3" and len(loops) == 3
         for name in ("CE", "PPL", "scale", "radial gradient fraction", "angular step"):
