@@ -517,6 +517,7 @@ class FullBandwidthGPT(FeedbackTransformer):
         rows = torch.arange(B, device=device)
         h = h[rows, lengths - 1][:, None]  # (B, 1, D), the state of each prompt's last token
         token = idx[rows, lengths - 1][:, None]  # (B, 1)
+        token_before = token
         answers = [[] for _ in prompts]
         for n in range(max_new_tokens):
             if n > 0:  # the token drawn last is an input; h, at token_before, is what chose it

@@ -84,7 +84,7 @@ TOY = dict(dataset="addition", optimizer="muon", muon_lr=0.008, lr=2e-3, max_ste
            batch_size=256, schedule="wsd", decay_share=0.4, warmup_steps=20, log_interval=25,
            eval_interval=250, eval_batches=4)
 PRESETS = {
-    "addition": TOY | dict(jsrr_after=600),  # from the first step on, it can delay learning for ever
+    "addition": TOY | dict(jsrr_after=600),  # from step 1 on it may stop learning
     "small": TOY | dict(digits=3, n_embd=64, mlp_width=256, batch_size=128, max_steps=2000,
                         eval_interval=100),
     "baseline": TOY | dict(loop_sampling="fixed", jsrr_lambda=0.0),
