@@ -7,7 +7,7 @@ the papers.
     python train.py MODEL --help                                # every field and its default
 
 In the order below: what a value may be, options and command line, files, text and tokenizers,
-batches, cross-entropy, device and optimiser, checkpoints, log, the run, sweeps. A script brings
+batches, cross-entropy, device and optimiser, checkpoints, log, the run. A script brings
 `Config`, `PRESETS`, `SHOW`, `DATA` where it has tasks of its own, and `train_model(run)`, its
 visible training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
 """
@@ -523,6 +523,9 @@ def build_tokenizer(spec, data_dir="data"):
         return TOKENIZERS[name](spec["files"])
     if name == "gpt2":
         return GPT2Tokenizer(data_dir)
+    if name not in Tokenizer.patterns:
+        raise UserError(f"tokenizer {name!r} is an experiment's, as experiments/state_tracking.py: "
+                        f"run that")
     return Tokenizer(name, spec["vocab"])
 
 
@@ -1519,7 +1522,7 @@ def check_finite(run):
 
 
 # --------------------------------------------------------------------------------------------------
-# Starting a run, or a sweep of them. `overrides`: {field: value}, what the user has set.
+# Starting a run. `overrides`: {field: value}, what the user has set.
 
 def read_config(out, name):
     """What config.json of a run directory holds or, where that is gone or damaged, what its
@@ -1633,75 +1636,6 @@ def main(argv):
     overrides = training_parser(usage, module).parse(argv)
     preset = overrides.pop("preset")
     launch(name, module, preset, overrides)
-
-
-def experiment(argv, module, sweeps, report):
-    """The command line of an experiment: train and tabulate one of its sweeps {name: (conditions,
-    report on all of them)}, or report(path) on one trained run of the script `module`."""
-    usage = (f"python experiments/NAME.py SWEEP [--preset=NAME] [--seeds=A,B,...] [--field=value "
-             f"...]\n       python experiments/NAME.py RUN\nSWEEP is one of {', '.join(sweeps)}; "
-             f"RUN is a run of {module.__name__}")
-    parser = training_parser(usage, module)
-    parser.add_argument("--seeds", type=seed_list, help="as in 42,101,202 [the one of --seed]")
-    parser.add_argument("what", metavar="SWEEP|RUN")
-    overrides = parser.parse(argv or ["--help"])
-    preset = overrides.pop("preset")
-    seeds = overrides.pop("seeds")
-    what = overrides.pop("what")
-    if what in sweeps:
-        seeds = seeds or [overrides.get("seed", Options.seed)]
-        conditions, report_sweep = sweeps[what]
-        return sweep(module, preset, overrides, what, conditions, report_sweep, seeds)
-    if not Path(what).exists():
-        raise UserError(f"{what}: neither a sweep nor a run; {nearest(what, list(sweeps))}")
-    overrides.pop("data_dir", None)  # where its text is looked for
-    if overrides or preset or seeds:
-        raise UserError(f"{what} is a run: its options are its own")
-    report(Path(what))
-
-
-def seed_list(text):
-    seeds = [int(seed) for seed in text.split(",")]
-    for seed in seeds:
-        check_value("--seeds", seed, Seed)
-    return seeds
-
-
-def sweep(module, preset, overrides, sweep_name, conditions, report, seeds):
-    """Train every condition {name: fields} with every seed, resuming what is there; then
-    report({(name, seed): run directory}, out)."""
-    name = module.__name__
-    preset = preset or next(iter(module.PRESETS))
-    out = Path(overrides.get("out_dir") or f"out/{name}-{preset}-{sweep_name}")
-    for condition, fields in conditions.items():
-        for k in fields.keys() & overrides:
-            if overrides[k] != fields[k]:
-                raise UserError(f"--{k}={overrides[k]}: the sweep sets --{k}={fields[k]} itself, "
-                                f"in {condition}")
-    defaults = vars(module.Config()) | vars(Options()) | module.PRESETS[preset]
-    runs = {}
-    for condition, fields in conditions.items():
-        for seed in seeds:
-            path = out / f"{condition}-seed{seed}"
-            values = defaults | overrides | fields | {"seed": seed, "out_dir": str(path)}
-            saved = None if overrides.get("overwrite") else read_config(path, name)
-            if saved:
-                check_same_fields(path, saved["config"] | saved["options"], values)
-            if is_main_process():
-                print(f"--- {condition}, seed {seed}", flush=True)
-            launch(name, module, preset, values | {"resume": saved is not None})
-            runs[condition, seed] = path
-    if is_main_process():
-        report(runs, out)
-
-
-def check_same_fields(path, saved, values):
-    """UserError unless the run there was trained with the values that a sweep would give it."""
-    for k, was in saved.items():
-        may_differ = k in ("resume", "overwrite", "out_dir", "data_dir")
-        if values.get(k, was) != was and not may_differ:
-            raise UserError(f"{path} was trained with --{k}={was}: choose another --out_dir for "
-                            f"--{k}={values[k]}")
 
 
 def command_line(function):

@@ -10,8 +10,8 @@ A run: Lemma 1 and Lemma 2 in numbers, token norms, interventions, and variable 
 exits as a frontier of perplexity and speed, and halting sequence by sequence.
 """
 import copy
+import functools
 import math
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -21,6 +21,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import looped_gpt
 import train
+from experiments import sweeps
+from experiments.sweeps import Sweep, tabulate
 from looped_gpt import lemma2_prediction, loss_per_loop, scale_and_direction, token_loss
 
 
@@ -38,71 +40,39 @@ TABLE1 = {
 }
 
 
-def table1(runs, out):
-    """Print PPL per loop and final norm of every condition, mean (and spread over seeds), and write
-    table1.csv and table1.png. runs: {(condition, seed): directory}."""
-    logs = {}  # {condition: [the rows of log.csv, for each seed]}
-    for (condition, _), path in runs.items():
-        logs.setdefault(condition, []).append(train.read_csv(path / "log.csv"))
-    rows = []
-    for condition, log_of_seeds in logs.items():
-        rows.append({"condition": condition, **table1_row([log[-1] for log in log_of_seeds])})
-    train.write_csv(out / "table1.csv", rows)
-    print_table1(rows)
-    draw_table1(rows, logs, out / "table1.png")
-    print(f"\nwritten to {out}/table1.csv and table1.png")
+PPL = "validation perplexity at loop"
+NORM = "mean ||H_K|| at step"
+AXES = {PPL: ("linear", "log", "Dense supervision trains exits"),
+        NORM: ("linear", "log", "Only a visible scale stays controlled")}
 
 
-def table1_row(last):
-    """One condition's mean and spread of each column, from the last row of every seed's log."""
-    values = {}
-    for k in range(1, loops_in(last[0]) + 1):
-        values[f"ppl_{k}"] = [train.perplexity(row[f"val_ce_{k}"]) for row in last]
-    values["final_norm"] = [row["val_final_norm"] for row in last]
-    result = {"seeds": len(last)}
-    for name, of_seeds in values.items():
-        result[name] = statistics.mean(of_seeds)
-        result[f"{name}_std"] = statistics.pstdev(of_seeds)
-    return result
+def table1(run):
+    """Perplexity after each loop and the norm of the last state over training, from the run's log;
+    then what its checkpoint gives: what each loss sees, what the state does, and what of it an
+    intervention or an early exit needs."""
+    log = [row for row in train.read_csv(run / "log.csv") if "val_final_norm" in row]
+    steps = [row["step"] for row in log]
+    yield NORM, steps, "", [row["val_final_norm"] for row in log]
+    model, options, tokenizer = train.load_model(run, "looped_gpt", looped_gpt.LoopedGPT)
+    loops = range(1, model.config.num_loops + 1)
+    ppl = [train.perplexity(log[-1][f"val_ce_{k}"]) for k in loops]
+    yield PPL, loops, "", ppl
+
+    _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
+    fraction = looped_gpt.radial_gradient_fraction(model, batches)
+    yield "radial gradient fraction at loop", loops, "", fraction
+    quantiles = looped_gpt.norm_quantiles(model, batches)
+    yield "||H_K|| over tokens", quantiles, "", list(quantiles.values())
+    dynamics = looped_gpt.scale_dynamics(model, batches)
+    far = (1, 2, 4, 8, 16, 29)
+    for name, column in (("scale s", 0), ("angular step", 2), ("angular step * s", 3)):
+        yield f"{name} at loop", far, "", [dynamics[k - 1, column] for k in far]
+    yield "change of CE under clamp", CLAMPS, "", clamp_changes(model, batches)
+    halted = calibrated_halting(model, batches)
+    yield "calibrated halting", ("loops", "PPL"), "", [halted["loops"], halted["ppl"]]
 
 
-def loops_in(row):
-    """How many loops a row of log.csv has validation losses of."""
-    return sum(name.startswith("val_ce_") for name in row)
-
-
-def print_table1(rows):
-    columns = [name for name in rows[0] if f"{name}_std" in rows[0]]
-    titles = [name.replace("ppl_", "PPL ") for name in columns]
-    print(f"\n{'condition':28}" + "".join(f"{title:>18}" for title in titles))
-    for row in rows:
-        line = f"{row['condition']:28}"
-        for name in columns:
-            cell = f"{row[name]:.2f}"
-            if row["seeds"] > 1:
-                cell += f" +- {row[f'{name}_std']:.2f}"
-            line += f"  {cell:>16}"
-        print(line)
-
-
-def draw_table1(rows, logs, path):
-    figure, (norm_axis, exit_axis) = train.new_figure(2)
-    for row in rows:
-        condition = row["condition"]
-        first_seed = [r for r in logs[condition][0] if "val_final_norm" in r]
-        steps = [r["step"] for r in first_seed]
-        norm_axis.plot(steps, [r["val_final_norm"] for r in first_seed], label=condition)
-        loops = range(1, loops_in(first_seed[-1]) + 1)
-        exit_axis.plot(loops, [row[f"ppl_{k}"] for k in loops], "o-", label=condition)
-    norm_axis.set(xlabel="step", ylabel="mean ||H_K||", yscale="log",
-                  title="Only a visible scale stays controlled")
-    exit_axis.set(xlabel="exit after loop", ylabel="validation perplexity", yscale="log",
-                  xticks=loops, title="Dense supervision trains exits")
-    exit_axis.legend(fontsize="x-small")
-    figure.savefig(path, dpi=120)
-
-
-SWEEPS = {"table1": (TABLE1, table1)}
+SWEEPS = {"table1": Sweep(TABLE1, functools.partial(tabulate, table1, AXES))}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -128,6 +98,15 @@ def lemma2_remainders(model, h, factors=FACTORS):
         columns = [s, radial, (radial - a_rad).abs(), angular, (angular - step).abs()]
         rows.append(torch.stack([x.mean() for x in columns]))
     return torch.stack(rows)
+
+
+CLAMPS = ("freeze_loop1", "remove_radial")
+
+
+def clamp_changes(model, batches):
+    """By how much each of CLAMPS changes the CE of the last loop."""
+    ce = loss_per_loop(model, batches)[-1]
+    return [(loss_per_loop(model, batches, clamp=clamp)[-1] - ce).item() for clamp in CLAMPS]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -236,6 +215,14 @@ def halting(model, batches, threshold):
             "tokens_per_sec": tokens / seconds}
 
 
+def calibrated_halting(model, batches):
+    """`halting` of every other sequence, and the threshold, calibrated on the rest."""
+    even = [(idx[0::2], targets[0::2]) for idx, targets in batches]
+    odd = [(idx[1::2], targets[1::2]) for idx, targets in batches if len(idx) > 1]
+    threshold = calibrate_halting(model, even)
+    return halting(model, odd or even, threshold) | {"threshold": threshold}
+
+
 # --------------------------------------------------------------------------------------------------
 # Every diagnostic of one run
 
@@ -271,9 +258,7 @@ def print_interventions(model, batches):
     quantiles = looped_gpt.norm_quantiles(model, batches)
     listed = ", ".join(f"{name} {value:.2f}" for name, value in quantiles.items())
     print(f"\n||H_K|| over tokens: {listed}")
-    ce = loss_per_loop(model, batches)[-1]
-    for clamp in ("freeze_loop1", "remove_radial"):
-        change = loss_per_loop(model, batches, clamp=clamp)[-1] - ce
+    for clamp, change in zip(CLAMPS, clamp_changes(model, batches)):
         print(f"clamp {clamp}: change in CE {change:+.4f}")
 
 
@@ -282,13 +267,10 @@ def print_exits(model, batches, points):
     print("\nexit after loop      PPL    tokens/s")
     for K, ppl, speed in points:
         print(f"{K:15d}  {ppl:7.3f}  {speed:10,.0f}")
-    even = [(idx[0::2], targets[0::2]) for idx, targets in batches]
-    odd = [(idx[1::2], targets[1::2]) for idx, targets in batches if len(idx) > 1]
-    threshold = calibrate_halting(model, even)
-    halted = halting(model, odd or even, threshold)
-    print(f"halting at margin {threshold:.3f} (calibrated on every other sequence, measured on the "
-          f"rest): {halted['loops']:.2f} loops on average, PPL {halted['ppl']:.3f}, "
-          f"{halted['tokens_per_sec']:,.0f} tokens/s")
+    halted = calibrated_halting(model, batches)
+    print(f"halting at margin {halted['threshold']:.3f} (calibrated on every other sequence, "
+          f"measured on the rest): {halted['loops']:.2f} loops on average, "
+          f"PPL {halted['ppl']:.3f}, {halted['tokens_per_sec']:,.0f} tokens/s")
     return halted
 
 
@@ -311,7 +293,7 @@ def draw_report(num_loops, dynamics, points, halted, path):
 
 
 def main(argv):
-    train.experiment(argv, looped_gpt, SWEEPS, report)
+    sweeps.main(argv, looped_gpt, SWEEPS, report)
 
 
 if __name__ == "__main__":

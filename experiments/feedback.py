@@ -3,15 +3,14 @@
     python experiments/feedback.py passes --seeds=42,101,202    # mixes of passes: figures 3 and 10
     python experiments/feedback.py stabilisers                  # without each of the stabilisers
     python experiments/feedback.py fusion                       # gated, additive, concatenated
-    python experiments/feedback.py running-sum --preset=running-sum
+    python experiments/feedback.py running-sum
     python experiments/feedback.py out/fullbandwidth-tiny       # every table of one run
 
 A sweep trains models of one size on the same data, and writes its tables as MEASURE.csv and its
 figures as MEASURE.png into its folder; a run's go into the run's own. The baselines have a single
 pass: one trains for equal steps, one for equal compute.
 
-A measure takes a run directory and yields the rows of its tables, each (title of the table, names
-of its columns, name of the row, values); a row may have fewer values than the table has columns.
+A measure takes a run directory and yields the rows of its tables: see sweeps.py.
 """
 import functools, sys
 from pathlib import Path
@@ -20,73 +19,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import fullbandwidth, train
+from experiments import sweeps
+from experiments.sweeps import Sweep, tabulate
 from fullbandwidth import PASSES
 
-LOSS = "validation loss of pass"
-UPDATE = "||h^(k) - h^(k-1)|| of pass"
+LOSS = "validation loss at pass"
+UPDATE = "||h^(k) - h^(k-1)|| at pass"
 PATHS = "norm of path at step"
-AXES = {LOSS: ("log", "linear"), UPDATE: ("log", "log"), PATHS: ("linear", "linear")}  # x and y
-
-
-# --------------------------------------------------------------------------------------------------
-# Tables and figures
-
-def collect(measure, runs):
-    """{(title, columns): {name of row: [values of each seed]}} of runs {(condition, seed): run}.
-    The condition stands before a row's name."""
-    tables = {}
-    for (condition, _), run in runs.items():
-        for title, columns, name, values in measure(run):
-            table = tables.setdefault((title, tuple(columns)), {})
-            of_seeds = table.setdefault(f"{condition}{name}", [])
-            of_seeds.append(torch.as_tensor(values).double().cpu())
-    return tables
-
-
-def tabulate(measure, runs, out):
-    """Print the tables of a measure, over the seeds of each condition; write them and their figure
-    into the folder out."""
-    tables = collect(measure, runs)
-    csv_rows = []
-    for (title, columns), table in tables.items():
-        csv_rows += print_table(title, columns, table)
-    train.write_csv(out / f"{measure.__name__}.csv", csv_rows)
-    draw(tables, out / f"{measure.__name__}.png")
-
-
-def print_table(title, columns, table):
-    """Print each row's mean and, of several seeds, its standard deviation below. Returns the rows
-    of the CSV."""
-    width = max(len(title), *(len(name) for name in table))
-    print(f"\n{title:{width}}" + "".join(f"{column:>12}" for column in columns))
-    csv_rows = []
-    for name, of_seeds in table.items():
-        values = torch.stack(of_seeds)  # (seeds, columns)
-        statistics = {"mean": values.mean(0)}
-        if len(of_seeds) > 1:
-            statistics["spread"] = values.std(0, correction=0)
-        for of, row in statistics.items():
-            label = name if of == "mean" else "  +-"
-            print(f"{label:{width}}" + "".join(f"{value:>12.4g}" for value in row.tolist()))
-            csv_row = {"table": title, "condition": name, "seeds": len(of_seeds), "of": of}
-            csv_rows.append(csv_row | dict(zip(map(str, columns), row.tolist())))
-    return csv_rows
-
-
-def draw(tables, path):
-    """A panel for each table whose title is in AXES: the rows' means, over the columns."""
-    drawn = {key: table for key, table in tables.items() if key[0] in AXES}
-    if not drawn:
-        return
-    figure, axes = train.new_figure(len(drawn))
-    for axis, ((title, columns), table) in zip(axes, drawn.items()):
-        for name, of_seeds in table.items():
-            mean = torch.stack(of_seeds).mean(0)
-            axis.plot(columns[:len(mean)], mean, "o-", label=name)
-        xscale, yscale = AXES[title]
-        axis.set(title=title, xscale=xscale, yscale=yscale)
-        axis.legend(fontsize="x-small")
-    figure.savefig(path, dpi=120)
+AXES = {LOSS: ("log", "linear", "The loss of passes beyond those of training"),
+        UPDATE: ("log", "log", "Does the update die out?"),
+        PATHS: ("linear", "linear", "The two paths of the fusion")}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -159,14 +101,14 @@ def report(path, task=None):
     out = train.run_directory(path)
     runs = {("this run", options.seed): path}
     print(f"{path}: mix {model.config.mix}, fusion {model.config.fusion}")
-    tabulate(passes, runs, out)
+    tabulate(passes, AXES, runs, out)
     if model.W_U is not None and model.config.block_size > 1:  # one position is fed back to none
         steps = min(16, model.config.block_size // 2)
         gains = fullbandwidth.feedback_gains(model, batches[0][0], steps)
         rate = gains.log().mean(0).exp()  # (B,), the geometric mean over steps
         print(f"\nlocal contraction rate at the exact states: {rate.mean():.3f}, "
               f"in the worst row {rate.max():.3f}")
-    tabulate(task, runs, out)
+    tabulate(task, AXES, runs, out)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -206,15 +148,16 @@ def without_each():
 FUSIONS = {name: dict(fusion=name) for name in ("gated", "add", "concat")}
 RUNNING_SUM = with_baselines({"feedback": "0.5,0.4,0.1"}, dataset="running-sum")
 SWEEPS = {
-    "passes": (with_baselines(MIXES), functools.partial(tabulate, passes)),
-    "stabilisers": (without_each(), functools.partial(tabulate, passes)),
-    "fusion": (FUSIONS, functools.partial(tabulate, fusion)),
-    "running-sum": (RUNNING_SUM, functools.partial(tabulate, running_sum)),
+    "passes": Sweep(with_baselines(MIXES), functools.partial(tabulate, passes, AXES)),
+    "stabilisers": Sweep(without_each(), functools.partial(tabulate, passes, AXES)),
+    "fusion": Sweep(FUSIONS, functools.partial(tabulate, fusion, AXES)),
+    "running-sum": Sweep(RUNNING_SUM, functools.partial(tabulate, running_sum, AXES),
+                         preset="running-sum"),
 }
 
 
 def main(argv):
-    train.experiment(argv, fullbandwidth, SWEEPS, report)
+    sweeps.main(argv, fullbandwidth, SWEEPS, report)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ is not trained yet into out/stars-PRESET-SWEEP, and leaves its table and its fig
 figure is RUN/diagnostics.png.
 """
 import copy
+import functools
 import sys
 from pathlib import Path
 
@@ -19,13 +20,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import stars
 import train
+from experiments import sweeps
+from experiments.sweeps import Sweep, tabulate
 from stars import LOOPS
 
 
 # --------------------------------------------------------------------------------------------------
 # The sweeps: conditions, each the fields that it sets
 
-SUMS = dict(dataset="addition")  # what `compare` judges by
+SUMS = dict(dataset="addition")  # what `accuracy` is measured on
 PLAIN = SUMS | dict(loop_sampling="fixed", jsrr_lambda=0.0)  # without STARS: fixed loops, no JSRR
 
 NORMALIZATION = {}
@@ -52,45 +55,30 @@ OPTIMIZER = {
 # --------------------------------------------------------------------------------------------------
 # Reports on all runs of a sweep, {(condition, seed): path}
 
+EXACT = "exact match at loop"
+NORM = "mean ||h^(t)|| at loop"
+STEP = "relative step at loop"
+AXES = {EXACT: ("log", "linear", "Who is still right?"),
+        NORM: ("log", "log", "External norms bound the state"),
+        STEP: ("log", "log", "Who converges?")}
+
+
 @torch.no_grad()
-def measure(path):
-    """{"exact_4": exact match after 4 loops, "norm_4": mean ||h^(4)||, "change_4": relative step,
-    ||h^(4) - h^(3)|| / ||h^(3)||, and so on} of a run, on 1,000 held-out sums."""
-    model, options = stars.load_run(path)
+def accuracy(run):
+    """Exact match, norm of h^(t) and relative step ||h^(t) - h^(t-1)|| / ||h^(t-1)|| at every loop
+    count t, on 1,000 held-out sums; the spectrum of J at the last one."""
+    model, options = stars.load_run(run)
     idx, targets = stars.held_out_sums(model, options, 1000)
-    change, norm = stars.convergence(model, idx[:250], max(LOOPS)).T.tolist()  # [0]: of loop 1
-    figures = {}
-    for t, h in enumerate(stars.trajectory(model, idx, max(LOOPS))):
-        if t in LOOPS:
-            figures[f"exact_{t}"] = model.exact(h, targets).item()
-            figures[f"norm_{t}"] = norm[t - 1]
-            figures[f"change_{t}"] = change[t - 1]
-    return figures
-
-
-def compare(runs, out):
-    """Print exact match, norm and relative step of every run against loops; write accuracy.csv and
-    accuracy.png into out."""
-    rows = []
-    for (condition, seed), path in runs.items():
-        rows.append({"condition": condition, "seed": seed} | measure(path))
-    train.write_csv(out / "accuracy.csv", rows)
-
-    figure, axes = train.new_figure(3)
-    quantities = (("exact", "exact match", "9.1%", "linear"),
-                  ("norm", "mean ||h^(t)||", "9.3g", "log"),
-                  ("change", "relative step", "9.1e", "log"))
-    for axis, (name, title, form, scale) in zip(axes, quantities):
-        print(f"\n{title + ' at loops':34}" + "".join(f"{t:9d}" for t in LOOPS))
-        for row in rows:
-            label = f"{row['condition']}, seed {row['seed']}"
-            values = [row[f"{name}_{t}"] for t in LOOPS]
-            print(f"{label:34}" + "".join(f"{value:{form}}" for value in values))
-            axis.plot(LOOPS, values, "o-", markersize=3, label=row["condition"])
-        axis.set(xlabel="loops", xscale="log", ylabel=title, yscale=scale)
-    axes[0].legend(fontsize="x-small")
-    figure.savefig(out / "accuracy.png", dpi=120)
-    print(f"\nwritten to {out}/accuracy.csv and accuracy.png")
+    steps, norms = stars.convergence(model, idx[:250], max(LOOPS)).T  # [0]: of loop 1
+    trajectory = stars.trajectory(model, idx, max(LOOPS))
+    exact = [model.exact(h, targets) for t, h in enumerate(trajectory) if t in LOOPS]
+    yield EXACT, LOOPS, "", exact
+    yield NORM, LOOPS, "", [norms[t - 1] for t in LOOPS]
+    yield STEP, LOOPS, "", [steps[t - 1] for t in LOOPS]
+    model = copy.deepcopy(model).cpu().double()
+    *_, settled = stars.trajectory(model, idx[:8].cpu(), max(LOOPS))
+    figures = spectrum(model, settled)
+    yield f"J at loop {max(LOOPS)}", figures, "", list(figures.values())
 
 
 def learning_curve(path):
@@ -128,10 +116,11 @@ def race(runs, out):
     print(f"drawn in {out}/race.png")
 
 
+COMPARE = functools.partial(tabulate, accuracy, AXES)
 SWEEPS = {
-    "normalization": (NORMALIZATION, compare),
-    "ablation": (ABLATION, compare),
-    "optimizer": (OPTIMIZER, race),
+    "normalization": Sweep(NORMALIZATION, COMPARE, preset="small"),
+    "ablation": Sweep(ABLATION, COMPARE, preset="small"),
+    "optimizer": Sweep(OPTIMIZER, race, preset="small"),
 }
 
 
@@ -155,24 +144,34 @@ def report(path):
     print(f"\ndrawn in {out}")
 
 
+def spectrum(model, h):
+    """{name: mean over the rows of h}: the one-step gain that JSRR penalises, the mean gain, the
+    largest singular value and the spectral radius; and the largest spectral radius of a row."""
+    g = torch.Generator().manual_seed(0)
+    rho = stars.spectral_radius_arnoldi(model, h, generator=g)
+    return {
+        "||J v||": stars.power_iteration(model, h, 1, "jvp", g).mean(),
+        "||J||_F/rtN": stars.jacobian_gain(model, h, generator=g).mean(),
+        "sigma_max": stars.sigma_max(model, h, generator=g).mean(),
+        "rho, power": stars.spectral_radius_power(model, h, generator=g).mean(),
+        "rho": rho.mean(),
+        "largest rho": rho.max(),
+    }
+
+
 def print_spectra(model, idx):
-    """One-step gain, mean gain, largest singular value and spectral radius at the trained number of
-    loops and far beyond; there also how power iteration goes to them."""
+    """The spectrum at the trained number of loops and far beyond; there also how power iteration
+    goes to it."""
     c = model.config
     settled = max(LOOPS)
-    print(f"\nthe Jacobian of one loop, N = {c.block_size * c.n_embd}, means over {len(idx)} sums\n"
-          "at loop t   one-step ||J v||   ||J||_F / sqrt(N)   sigma_max   rho (power)   "
-          "rho (Arnoldi)   largest rho")
+    print(f"\nthe Jacobian of one loop, N = {c.block_size * c.n_embd}, means over {len(idx)} sums; "
+          f"rtN: sqrt(N); rho by Arnoldi iteration and by power iteration")
     for t, h in enumerate(stars.trajectory(model, idx, settled)):
         if t in (c.num_loops, settled):
-            g = torch.Generator().manual_seed(0)
-            rho = stars.spectral_radius_arnoldi(model, h, generator=g)
-            one_step = stars.power_iteration(model, h, 1, "jvp", g).mean()
-            gain = stars.jacobian_gain(model, h, generator=g).mean()
-            sigma = stars.sigma_max(model, h, generator=g).mean()
-            rho_power = stars.spectral_radius_power(model, h, generator=g).mean()
-            print(f"{t:9d}   {one_step:16.4f}   {gain:17.4f}   {sigma:9.3f}   {rho_power:11.4f}   "
-                  f"{rho.mean():13.4f}   {rho.max():11.4f}")
+            figures = spectrum(model, h)
+            if t == c.num_loops:
+                print("at loop t" + "".join(f"{name:>14}" for name in figures))
+            print(f"{t:9d}" + "".join(f"{value:14.4f}" for value in figures.values()))
 
     steps = (1, 2, 4, 8, 16, 32, 64)
     print(f"\n||J v|| at loop {settled} after power steps  " + "".join(f"{n:9d}" for n in steps))
@@ -213,7 +212,7 @@ def draw(accuracy, dynamics, paths):
 
 
 def main(argv):
-    train.experiment(argv, stars, SWEEPS, report)
+    sweeps.main(argv, stars, SWEEPS, report)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ since every program ends in the same token; one recurrent step brings the state 
 not the same as used, and a random model's state is readable too: hence the model's own answers,
 and the model before training.
 
-    python experiments/state_tracking.py statetrack --preset=statetrack
+    python experiments/state_tracking.py statetrack
     python experiments/state_tracking.py out/fullbandwidth-statetrack-statetrack/feedback-seed42
 """
 import functools, hashlib, re, sys
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import fullbandwidth, train
-from experiments import feedback
+from experiments import feedback, sweeps
 
 # --------------------------------------------------------------------------------------------------
 # The programs
@@ -256,11 +256,12 @@ def report(path):
 
 
 CONDITIONS = feedback.with_baselines({"feedback": "0.5,0.4,0.1"}, dataset="statetrack")
-SWEEPS = {"statetrack": (CONDITIONS, functools.partial(feedback.tabulate, statetrack))}
+SWEEPS = {"statetrack": sweeps.Sweep(
+    CONDITIONS, functools.partial(sweeps.tabulate, statetrack, {}), preset="statetrack")}
 
 
 def main(argv):
-    train.experiment(argv, fullbandwidth, SWEEPS, report)
+    sweeps.main(argv, fullbandwidth, SWEEPS, report)
 
 
 if __name__ == "__main__":

@@ -82,19 +82,30 @@ def test_diagnosing_a_run_prints_every_diagnostic_and_draws_them(train_run, caps
         blind_spot.main([str(out), "--seeds=1,2"])
 
 
-def test_the_sweep_trains_seven_conditions_once_and_tabulates_them(tmp_path, monkeypatch):
+def test_the_sweep_trains_seven_conditions_once_and_tabulates_them(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "matmul_peak", lambda *_: 1e12)
     argv = ["table1", *TINY, f"--data_dir={tmp_path}/data", "--seeds=1,2", f"--out_dir={tmp_path}"]
     blind_spot.main(argv)
     rows = train.read_csv(tmp_path / "table1.csv")
-    assert [r["condition"] for r in rows] == list(blind_spot.TABLE1) and (tmp_path / "table1.png").exists()
-    assert len(rows) == 7
+    assert {r["condition"] for r in rows} == set(blind_spot.TABLE1) and (tmp_path / "table1.png").exists()
     last = [train.read_csv(tmp_path / f"per_loop+raw-seed{s}" / "log.csv")[-1] for s in (1, 2)]
-    row, = (r for r in rows if r["condition"] == "per_loop+raw")
-    norms = [r["val_final_norm"] for r in last]
-    assert row["final_norm"] == pytest.approx(sum(norms) / 2)
-    assert row["final_norm_std"] == pytest.approx(abs(norms[0] - norms[1]) / 2)
-    assert row["ppl_2"] == pytest.approx(sum(math.exp(r["val_ce_2"]) for r in last) / 2)
+
+    def found(table, column):
+        """The values of seeds 1 and 2."""
+        return [r["value"] for r in rows if (r["condition"], r["table"], r["column"]) == ("per_loop+raw", table, column)]
+    assert found(blind_spot.NORM, 2) == pytest.approx([r["val_final_norm"] for r in last])
+    ppl = [math.exp(r["val_ce_2"]) for r in last]
+    assert found(blind_spot.PPL, 2) == pytest.approx(ppl)
+    printed = capsys.readouterr().out.split(blind_spot.PPL)[1].splitlines()
+    mean, spread = (float(line.split()[2]) for line in printed[printed.index(next(
+        line for line in printed if line.startswith("per_loop+raw "))):][:2])
+    assert mean == pytest.approx(sum(ppl) / 2, rel=1e-3) and spread == pytest.approx(abs(ppl[0] - ppl[1]) / 2, rel=1e-2)
+
+    model, options, tokenizer = train.load_model(tmp_path / "per_loop+raw-seed2", "looped_gpt", looped_gpt.LoopedGPT)
+    _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
+    fraction = looped_gpt.radial_gradient_fraction(model, batches)
+    assert found("radial gradient fraction at loop", 1)[1] == pytest.approx(fraction[0].item())
+    assert len(found("change of CE under clamp", "freeze_loop1")) == 2
     before = (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
     blind_spot.main(argv)  # finished runs are kept
     assert before == (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
@@ -108,12 +119,13 @@ def test_the_sweep_trains_seven_conditions_once_and_tabulates_them(tmp_path, mon
     assert "was trained with --n_embd=16: choose another --out_dir for --n_embd=128" in refused(*left_out)
     one_seed = [word for word in argv if not word.startswith("--seeds")]
     blind_spot.main([*one_seed, "--overwrite", "--max_steps=1", "--seed=1"])
-    assert {r["seeds"] for r in train.read_csv(tmp_path / "table1.csv")} == {1}
+    assert {r["seed"] for r in train.read_csv(tmp_path / "table1.csv")} == {1}
     assert before != (tmp_path / "per_loop+raw-seed1" / "ckpt.pt").stat().st_mtime_ns
 
 
 @pytest.mark.parametrize("argv, message", [
     (["table2"], "table2: neither a sweep nor a run; did you mean table1?"),
+    (["table1", "--only=per_loop+row"], "--only=per_loop+row: no such condition; did you mean per_loop+raw"),
     (["table1", "--seeds=1,x"], "--seeds: invalid seed_list value: '1,x'"),
     (["table1", "--preset=44"], "invalid choice: '44'"),
     (["--seeds=1,2"], "required: SWEEP|RUN")])

@@ -1,5 +1,6 @@
 """Sweeps and reports on runs of stars.py: tests of experiments/stability.py."""
 import pytest
+import torch
 
 import stars, train
 from experiments import stability
@@ -14,34 +15,36 @@ def test_the_report_on_a_run_has_its_table_its_spectra_and_its_figure(tmp_path, 
     monkeypatch.setattr(stability, "LOOPS", (1, 4, 20))
     stability.main([f"{tmp_path}/run"])
     printed = capsys.readouterr().out
-    assert "exact match" in printed and "rho (Arnoldi)" in printed
+    assert "exact match" in printed and "largest rho" in printed
     assert (tmp_path / "run/diagnostics.png").stat().st_size > 10_000
     at_loops = [line.split()[0] for line in printed.split("largest rho")[1].splitlines()[1:3]]
     assert at_loops == ["4", "20"], "the trained number of loops, and where they have settled"
 
 
 def test_sweeps_are_complete():
-    assert set(stability.SWEEPS["normalization"][0]) == {f"{p}+{n}" for p in PLACEMENTS for n in NORMS}
-    for conditions, _ in stability.SWEEPS.values():
-        for fields in conditions.values():
+    assert set(stability.SWEEPS["normalization"].conditions) == {f"{p}+{n}" for p in PLACEMENTS for n in NORMS}
+    for sweep in stability.SWEEPS.values():
+        for fields in sweep.conditions.values():
             config, options = train.split_fields(fields, stars.Config, train.Options)
             assert len(config) + len(options) == len(fields) and stars.Config(**config) and train.Options(**options)
 
 
-def test_a_sweep_prints_one_row_per_condition(tmp_path, capsys, monkeypatch):
-    conditions, report = stability.SWEEPS["ablation"]
-    few = {name: conditions[name] for name in ("fixed", "random+jsrr")}
-    monkeypatch.setitem(stability.SWEEPS, "ablation", (few, report))
+def test_a_sweep_measures_every_condition_on_held_out_sums(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(stability, "LOOPS", (1, 4))
-    stability.main(["ablation", *TINY, f"--out_dir={tmp_path}/sweep"])
+    stability.main(["ablation", *TINY, "--only=fixed,random+jsrr", f"--out_dir={tmp_path}/sweep"])
     rows = train.read_csv(tmp_path / "sweep/accuracy.csv")
-    assert len(rows) == 2 and "random+jsrr" in capsys.readouterr().out
+    assert {row["condition"] for row in rows} == {"fixed", "random+jsrr"} and "random+jsrr" in capsys.readouterr().out
     assert (tmp_path / "sweep/accuracy.png").stat().st_size > 10_000
+    found = {(row["table"], row["column"]): row["value"] for row in rows if row["condition"] == "fixed"}
     model, options = stars.load_run(tmp_path / "sweep/fixed-seed42")
     idx, targets = stars.held_out_sums(model, options, 1000)
-    assert rows[0]["exact_4"] == pytest.approx(stars.exact_match(model, idx, targets, 4), abs=1e-6)
+    assert found["exact match at loop", 4] == pytest.approx(stars.exact_match(model, idx, targets, 4), abs=1e-6)
     change, norm = stars.convergence(model, idx[:250], 4)[-1].tolist()
-    assert (rows[0]["change_4"], rows[0]["norm_4"]) == pytest.approx((change, norm), rel=1e-5)
+    assert found["relative step at loop", 4] == pytest.approx(change, rel=1e-5)
+    assert found["mean ||h^(t)|| at loop", 4] == pytest.approx(norm, rel=1e-5)
+    *_, settled = stars.trajectory(model.double(), idx[:8], 4)
+    rho = stars.spectral_radius_arnoldi(model, settled, generator=torch.Generator().manual_seed(0))
+    assert found["J at loop 4", "rho"] == pytest.approx(rho.mean().item(), rel=1e-6)
 
 
 def test_the_race_counts_seconds_without_the_evaluations(tmp_path, capsys):

@@ -125,14 +125,15 @@ def test_no_training_batch_of_any_seed_is_a_validation_batch():
 
 def test_a_run_is_trained_and_read_again_through_the_scripts_table_of_data(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(state_tracking.StateTrackData, "sizes", {"registers": (1,)})
-    few = {"feedback": state_tracking.SWEEPS["statetrack"][0]["feedback"]}
-    report = lambda runs, out: None
-    monkeypatch.setitem(state_tracking.SWEEPS, "statetrack", (few, report))
+    monkeypatch.setattr(state_tracking.SWEEPS["statetrack"], "report", lambda runs, out: None)
     smaller = [word for word in TINY if word not in ("--overwrite", "--dataset=running-sum")]
-    state_tracking.main(["statetrack", *smaller, "--preset=statetrack", "--max_steps=1", f"--out_dir={tmp_path}"])
+    state_tracking.main(["statetrack", *smaller, "--only=feedback", "--max_steps=1", f"--out_dir={tmp_path}"])
     model, options, data, _ = state_tracking.fullbandwidth.load_run(tmp_path / "feedback-seed42")
     assert isinstance(data, state_tracking.StateTrackData) and options.dataset == "statetrack"
     assert data.tokenizer.decode(data.tokenizer.encode("query = r3\nValue:")) == "query = r3\nValue:"
+    monkeypatch.delitem(train.Tokenizer.patterns, "words")  # as `python fullbandwidth.py RUN` would read it
+    with pytest.raises(train.UserError, match="tokenizer 'words' is an experiment's, as experiments/state_tracking.py"):
+        state_tracking.fullbandwidth.main([str(tmp_path / "feedback-seed42")])
 
 
 # The probes
