@@ -580,18 +580,6 @@ def convergence(model, idx, num_loops):
     return torch.stack(rows).cpu()
 
 
-def exact_match(model, idx, targets, num_loops):
-    """Share of the sums, idx and targets (B, T), whose whole answer greedy decoding gets right, end
-    mark included."""
-    question = int((targets[0] >= 0).int().argmax()) + 1  # its length, = included
-    right = 0
-    max_new_tokens = idx.shape[1] + 1 - question
-    for rows, wanted in zip(idx.split(250), targets.split(250)):  # 256 loops' cache of 250: a GB
-        written = model.generate(rows[:, :question], max_new_tokens, num_loops)[:, 1:]
-        right += ((written == wanted) | (wanted < 0)).all(1).sum().item()
-    return right / len(idx)
-
-
 def held_out_sums(model, options, n):
     """n held-out sums as (idx, targets), each (n, T), always the same, on the model's device."""
     data = train.load_data(options, model.config)
@@ -612,6 +600,7 @@ def load_run(path):
     return model, options
 
 
+@torch.no_grad()
 def against_loops(model, idx, targets, loops):
     """Print exact match, relative step and norm (of the first 250 sums) at each loop count. Returns
     the exact matches, and `convergence` up to one loop more than the largest count."""
@@ -621,10 +610,11 @@ def against_loops(model, idx, targets, loops):
     dynamics = convergence(model, idx[:250], max(loops) + 1)
     accuracy = []
     print("loops t   exact match   ||h^(t+1) - h^(t)|| / ||h^(t)||   mean ||h^(t)||")
-    for t in loops:
-        accuracy.append(exact_match(model, idx, targets, t))
-        relative_step, norm = dynamics[t, 0], dynamics[t - 1, 1]
-        print(f"{t:7d}   {accuracy[-1]:11.2%}   {relative_step:31.2e}   {norm:14.2f}", flush=True)
+    for t, h in enumerate(trajectory(model, idx, max(loops))):
+        if t in loops:
+            accuracy.append(model.exact(h, targets).item())
+            step, norm = dynamics[t, 0], dynamics[t - 1, 1]
+            print(f"{t:7d}   {accuracy[-1]:11.2%}   {step:31.2e}   {norm:14.2f}", flush=True)
     return accuracy, dynamics
 
 
@@ -656,7 +646,7 @@ def main(argv):
     loops = train.loop_counts(a.loops) or LOOPS
     if a.ask:
         return ask(model, train.load_data(options, model.config), a.ask, loops)
-    against_loops(model, *held_out_sums(model, options, 2000), loops)
+    against_loops(model, *held_out_sums(model, options, 5000), loops)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def report(path):
     """Print accuracy and convergence against loops, then the spectrum of the Jacobian, of a trained
     run; draw RUN/diagnostics.png."""
     model, options = stars.load_run(path)
-    idx, targets = stars.held_out_sums(model, options, 2000)
+    idx, targets = stars.held_out_sums(model, options, 5000)
     accuracy, dynamics = stars.against_loops(model, idx, targets, LOOPS)
 
     model = copy.deepcopy(model).cpu().double()  # products of many Jacobians want float64
