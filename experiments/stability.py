@@ -1,6 +1,7 @@
 """What makes the loops of stars.py stable, after arXiv 2605.26733: norms, random loop counts, JSRR;
 and the numbers by which it shows.
 
+    python experiments/stability.py addition       # STARS in two precisions, and the baseline
     python experiments/stability.py normalization  # 4 placements x 3 types of norm
     python experiments/stability.py ablation       # what random loops and JSRR do; other remedies
     python experiments/stability.py optimizer      # the default against AdamW as in the paper
@@ -45,6 +46,12 @@ ABLATION = {
     "random+jsrr": SUMS,
 }
 
+ADDITION = {
+    "bf16": SUMS | dict(dtype="bfloat16"),
+    "fp32": SUMS | dict(dtype="float32"),
+    "baseline": PLAIN,
+}
+
 OPTIMIZER = {
     "muon": {},
     "adamw-paper": dict(optimizer="adamw", lr=1e-4, warmup_steps=2000, schedule="cosine",
@@ -64,21 +71,24 @@ AXES = {EXACT: ("log", "linear", "Who is still right?"),
 
 
 @torch.no_grad()
-def accuracy(run):
+def accuracy(run, n=1000):
     """Exact match, norm of h^(t) and relative step ||h^(t) - h^(t-1)|| / ||h^(t-1)|| at every loop
-    count t, on 1,000 held-out sums; the spectrum of J at the last one."""
+    count t, on n held-out sums; the spectrum of J at the last one."""
     model, options = stars.load_run(run)
-    idx, targets = stars.held_out_sums(model, options, 1000)
+    idx, targets = stars.held_out_sums(model, options, n)
     steps, norms = stars.convergence(model, idx[:250], max(LOOPS)).T  # [0]: of loop 1
-    trajectory = stars.trajectory(model, idx, max(LOOPS))
-    exact = [model.exact(h, targets) for t, h in enumerate(trajectory) if t in LOOPS]
-    yield EXACT, LOOPS, "", exact
+    yield EXACT, LOOPS, "", list(stars.exact_match(model, idx, targets, LOOPS).values())
     yield NORM, LOOPS, "", [norms[t - 1] for t in LOOPS]
     yield STEP, LOOPS, "", [steps[t - 1] for t in LOOPS]
     model = copy.deepcopy(model).cpu().double()
     *_, settled = stars.trajectory(model, idx[:8].cpu(), max(LOOPS))
     figures = spectrum(model, settled)
     yield f"J at loop {max(LOOPS)}", figures, "", list(figures.values())
+
+
+def addition(run):
+    """The same on 5,000 held-out sums."""
+    return accuracy(run, 5000)
 
 
 def learning_curve(path):
@@ -118,6 +128,7 @@ def race(runs, out):
 
 COMPARE = functools.partial(tabulate, accuracy, AXES)
 SWEEPS = {
+    "addition": Sweep(ADDITION, functools.partial(tabulate, addition, AXES)),
     "normalization": Sweep(NORMALIZATION, COMPARE, preset="small"),
     "ablation": Sweep(ABLATION, COMPARE, preset="small"),
     "optimizer": Sweep(OPTIMIZER, race, preset="small"),
@@ -131,7 +142,7 @@ def report(path):
     """Print accuracy and convergence against loops, then the spectrum of the Jacobian, of a trained
     run; draw RUN/diagnostics.png."""
     model, options = stars.load_run(path)
-    idx, targets = stars.held_out_sums(model, options, 5000)
+    idx, targets = stars.held_out_sums(model, options, 2000)
     accuracy, dynamics = stars.against_loops(model, idx, targets, LOOPS)
 
     model = copy.deepcopy(model).cpu().double()  # products of many Jacobians want float64
@@ -195,7 +206,7 @@ def principal_components(model, idx, answer):
 def draw(accuracy, dynamics, paths):
     """The figure: accuracy, step and norm against loops; trajectories in two dimensions."""
     figure, axes = train.new_figure(3)
-    axes[0].plot(LOOPS, accuracy, "o-")
+    axes[0].plot(accuracy.keys(), accuracy.values(), "o-")
     axes[0].set(xlabel="loops", xscale="log", ylabel="exact match", ylim=(-0.02, 1.02),
                 title="Accuracy against loops")
     loops = range(len(dynamics))
