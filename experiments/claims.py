@@ -1,0 +1,523 @@
+"""What the three papers claim, in their order, and how a run here would bear it out: the rows of
+ledger.py, which prints them.
+
+A claim is a function of the runs of one sweep. runs(condition, table, column) is the array of one
+single value for every seed; the function gives (whether it holds, for each seed; our figures). What
+the papers report is from their text; no number of ours is typed.
+"""
+from dataclasses import dataclass
+from typing import Callable
+
+import numpy as np
+
+
+@dataclass
+class Claim:
+    paper: str  # its arXiv number
+    text: str  # what is claimed, and where
+    theirs: str  # the paper's number, and its scale
+    sweep: str = ""
+    figures: Callable = None
+    yes: str = "reproduced in kind"  # the verdict where it holds for every seed
+    no: str = "not seen at this scale"  # and where it holds for none
+    instead: str = ""  # what stands in the place of figures
+
+
+CLAIMS = []
+paper = ""  # the one that the claims below are of
+
+
+def claim(text, theirs, sweep, **verdicts):
+    """A decorator: the function below it is the claim's."""
+    def add(function):
+        CLAIMS.append(Claim(paper, text, theirs, sweep, function, **verdicts))
+        return function
+    return add
+
+
+def by_test(text, theirs, test):
+    """A claim that holds by construction or by a proof: a test shows it."""
+    CLAIMS.append(Claim(paper, text, theirs, instead=f"`tests/{test}`", yes="reproduced"))
+
+
+def out_of_reach(text, theirs, needs):
+    CLAIMS.append(Claim(paper, text, theirs, instead=f"needs {needs}", yes="out of reach here"))
+
+
+def show(values, form=",.3g"):
+    """Mean and standard deviation over the seeds."""
+    text = f"{values.mean():{form}}"
+    return text if len(values) == 1 else f"{text} ± {values.std():{form}}"
+
+
+def percent(values):
+    return show(100 * values, ".1f") + "%"
+
+
+# --------------------------------------------------------------------------------------------------
+paper = "2606.24898"
+RMSNORM, RAW = "per_loop+rmsnorm", "per_loop+raw"
+FINAL_ONLY, PENALTY = "per_loop+final_only", "per_loop+rmsnorm+penalty"
+TERMINAL = "terminal+rmsnorm"
+PPL = "validation perplexity at loop"
+
+
+def last_norm(runs, condition):
+    return runs(condition, "||H_K|| over tokens", "mean")
+
+
+by_test("Lemma 1: if r(a H) = r(H) for all a > 0, the gradient of CE_k by H_k is orthogonal to H_k",
+        "a proof", "test_looped_gpt.py")
+
+
+@claim("Lemma 1: through RMSNorm the radial fraction of the gradient is nothing but rounding",
+       "1e-9", "table1", yes="reproduced")
+def radial_rmsnorm(runs):
+    fraction = runs(RMSNORM, "radial gradient fraction at loop", 4)
+    return fraction < 1e-5, show(fraction)
+
+
+@claim("Lemma 1: a raw readout sees the scale", "1e-2", "table1", yes="reproduced")
+def radial_raw(runs):
+    fraction = runs(RAW, "radial gradient fraction at loop", 4)
+    return fraction > 1e-3, show(fraction)
+
+
+by_test("Lemma 2: one loop from s u changes the scale by a_rad + O(1/s) and turns the direction by "
+        "||b_perp|| / s + O(1/s^2)", "a proof", "test_blind_spot.py")
+
+
+@claim("Lemma 2: the scale keeps moving with further loops", "loops 1 to 30", "table1")
+def scale_moves(runs):
+    early, late = (runs(RMSNORM, "scale s at loop", k) for k in (4, 29))
+    return abs(late / early - 1) > 0.5, f"s at loop 4: {show(early)}, at 29: {show(late)}"
+
+
+@claim("Lemma 2: the angular step shrinks", "as 1 / s", "table1")
+def angle_shrinks(runs):
+    early, late = (runs(RMSNORM, "angular step at loop", k) for k in (1, 29))
+    return late < early / 2, f"at loop 1: {show(early)}, at 29: {show(late)}"
+
+
+@claim("Lemma 2: angular step times scale stays about constant along the loops", "about constant",
+       "table1")
+def product_constant(runs):
+    early, late = (runs(RMSNORM, "angular step * s at loop", k) for k in (4, 29))
+    ratio = late / early
+    return (ratio > 0.5) & (ratio < 2), f"at loop 4: {show(early)}, at 29: {show(late)}"
+
+
+@claim("Table 1: with dense supervision through RMSNorm the final norm is out of control",
+       "39,207 against 17 to 83 where the loss sees the scale (44M, WikiText-103)", "table1")
+def norm_uncontrolled(runs):
+    norm = last_norm(runs, RMSNORM)
+    largest = np.maximum.reduce([last_norm(runs, name) for name in (RAW, FINAL_ONLY, PENALTY)])
+    return norm > 10 * largest, f"{show(norm)} against at most {show(largest)}"
+
+
+out_of_reach("Table 1: the same at 129M", "56,051", "4 hours of an H200 for each run")
+
+
+@claim("Table 1: a raw readout controls the norm", "17 to 83 (44M; all that see the scale)",
+       "table1")
+def norm_raw(runs):
+    norm = last_norm(runs, RAW)
+    return norm < last_norm(runs, RMSNORM) / 10, show(norm)
+
+
+@claim("Table 1: so does an RMSNorm of the last loop only (final_only)", "17 to 83", "table1")
+def norm_final_only(runs):
+    norm = last_norm(runs, FINAL_ONLY)
+    return norm < last_norm(runs, RMSNORM) / 10, show(norm)
+
+
+@claim("Table 1: so does a norm penalty of 0.01", "17 to 83", "table1")
+def norm_penalty(runs):
+    norm = last_norm(runs, PENALTY)
+    return norm < last_norm(runs, RMSNORM) / 10, show(norm)
+
+
+@claim("Table 1: visibility, not supervision, decides: terminal supervision through RMSNorm does "
+       "not control the norm either", "terminal+rmsnorm against terminal+raw", "table1")
+def norm_terminal(runs):
+    hidden, seen = last_norm(runs, TERMINAL), last_norm(runs, "terminal+raw")
+    return hidden > 10 * seen, f"{show(hidden)} against {show(seen)}"
+
+
+@claim("The norm drifts up in training", "to 39,207 at the end of 4 epochs", "table1")
+def norm_drifts(runs):
+    table = "mean ||H_K|| at step"
+    early, late = runs(RMSNORM, table, 100), runs(RMSNORM, table, 300)
+    first = runs(RMSNORM, table, 0)
+    return late > 1.1 * early, (f"step 0: {show(first)}, 100: {show(early)}, "
+                                f"300: {show(late)}")
+
+
+@claim("Table 1: terminal supervision is better at full depth",
+       "PPL 5.40 against 6.04 (44M), 4.88 against 5.35 (129M)", "table1")
+def terminal_better(runs):
+    terminal, dense = runs(TERMINAL, PPL, 4), runs(RMSNORM, PPL, 4)
+    return terminal < dense, f"PPL {show(terminal)} against {show(dense)}"
+
+
+@claim("Table 1: its early exits are unusable", "CE 5.52 at loop 1 against 1.54 at loop 4 (44M)",
+       "table1")
+def terminal_exits(runs):
+    first, last = runs(TERMINAL, PPL, 1), runs(TERMINAL, PPL, 4)
+    return first > 5 * last, f"PPL {show(first)} at loop 1, {show(last)} at loop 4"
+
+
+@claim("Table 1: dense supervision makes every exit usable", "PPL about 6 at every loop (44M)",
+       "table1")
+def dense_exits(runs):
+    first, last = runs(RMSNORM, PPL, 1), runs(RMSNORM, PPL, 4)
+    return first < 1.5 * last, f"PPL {show(first)} at loop 1, {show(last)} at loop 4"
+
+
+@claim("Norms of single tokens have a heavy tail", "mean, median, p99, max reported", "table1")
+def heavy_tail(runs):
+    median, p99, most = (runs(RMSNORM, "||H_K|| over tokens", k) for k in ("median", "p99", "max"))
+    return p99 > 3 * median, f"median {show(median)}, p99 {show(p99)}, largest {show(most)}"
+
+
+@claim("Freezing each token's norm at its value after loop 1 costs nothing",
+       "CE +0.0004 to +0.0055", "table1")
+def clamp_freeze(runs):
+    change = runs(RMSNORM, "change of CE under clamp", "freeze_loop1")
+    return abs(change) < 0.02, f"CE {show(change, '+.4f')}"
+
+
+@claim("Removing the radial part of each update costs nothing", "CE +0.0004 to +0.0055", "table1")
+def clamp_radial(runs):
+    change = runs(RMSNORM, "change of CE under clamp", "remove_radial")
+    return abs(change) < 0.02, f"CE {show(change, '+.4f')}"
+
+
+@claim("Variable depth: with dense RMSNorm further loops bring nothing (K-invariance)",
+       "PPL +0.01 from loop 1 to 4 (129M)", "table1")
+def k_invariance(runs):
+    change = runs(RMSNORM, PPL, 4) - runs(RMSNORM, PPL, 1)
+    return change > -0.1, f"PPL {show(change, '+.2f')} from loop 1 to 4"
+
+
+for condition, theirs in ((RAW, "-0.20"), (FINAL_ONLY, "-0.20"), (PENALTY, "-0.22")):
+    @claim(f"Variable depth: with {condition.removeprefix('per_loop+')} further loops help",
+           f"PPL {theirs} from loop 1 to 4 (129M)", "table1", no="contradicted at this scale")
+    def depth_helps(runs, condition=condition):
+        change = runs(condition, PPL, 4) - runs(condition, PPL, 1)
+        return change < 0, f"PPL {show(change, '+.2f')} from loop 1 to 4"
+
+
+@claim("At equal throughput the models with a controlled scale are better", "a frontier (129M)",
+       "table1")
+def frontier(runs):
+    hidden = runs(RMSNORM, PPL, 4)
+    seen = [runs(name, PPL, 4) for name in (RAW, FINAL_ONLY, PENALTY)]
+    figures = ", ".join(show(ppl) for ppl in seen)
+    text = f"PPL at loop 4: {figures} (raw, final_only, penalty) against {show(hidden)}"
+    return np.maximum.reduce(seen) < hidden, text
+
+
+@claim("Calibrated halting leaves at once with dense RMSNorm, later where the scale is seen",
+       "1.00 loops; raw 2.16, final_only 1.78, penalty 2.60 (129M)", "table1")
+def halting(runs):
+    loops = [runs(name, "calibrated halting", "loops")
+             for name in (RMSNORM, RAW, FINAL_ONLY, PENALTY)]
+    figures = ", ".join(show(n, ".2f") for n in loops)
+    fewest = np.minimum.reduce(loops[1:])
+    return loops[0] < fewest, f"{figures} loops (rmsnorm, raw, final_only, penalty)"
+
+
+by_test("A norm between the loops takes the scale out of the recurrence", "the complementary fix",
+        "test_looped_gpt.py")
+
+
+# --------------------------------------------------------------------------------------------------
+paper = "2605.26733"
+EXACT, NORM, STEP = "exact match at loop", "mean ||h^(t)|| at loop", "relative step at loop"
+J = "J at loop 256"
+PLACEMENTS = ("pre", "pre_sandwich", "post", "post_sandwich")
+NORMS = ("layernorm", "rmsnorm", "simple")
+MANY = (2, 3, 4, 6, 8, 16, 32, 64, 128, 256)
+
+
+def worst(runs, condition, loops=MANY):
+    """The lowest exact match over these loop counts, for each seed."""
+    return np.minimum.reduce([runs(condition, EXACT, t) for t in loops])
+
+
+for placement in PLACEMENTS:
+    internal = placement.startswith("pre")
+    what = "lets the state explode" if internal else "bounds the state"
+
+    @claim(f"Norms: {placement}, {'an internal' if internal else 'an external'} placement, {what}",
+           "figures of the norm against loops", "normalization")
+    def placement_norm(runs, placement=placement, internal=internal):
+        growth = [runs(f"{placement}+{norm}", NORM, 256) / runs(f"{placement}+{norm}", NORM, 4)
+                  for norm in NORMS]
+        figures = ", ".join(show(g) for g in growth)
+        holds = np.logical_and.reduce([(g > 3) == internal for g in growth])
+        return holds, f"from loop 4 to 256 times {figures} ({', '.join(NORMS)})"
+
+
+@claim("Norms: the type hardly matters", "4 placements x 3 types", "normalization")
+def norm_type(runs):
+    at_4 = [runs(f"{placement}+{norm}", EXACT, 4) for placement in PLACEMENTS for norm in NORMS]
+    lowest = np.minimum.reduce(at_4)
+    return lowest > 0.98, f"at the trained 4 loops at least {percent(lowest)} with all twelve"
+
+
+for condition, text in (
+        ("fixed", "fixed loops peak where they were trained, and collapse beyond"),
+        ("prelude+coda", "prelude and coda blocks do not prevent the collapse"),
+        ("l2", "an L2 penalty on the last update does not prevent it"),
+        ("random", "random loop counts alone do not prevent it")):
+    @claim(f"Addition: {text}", "accuracy against loops (4 digits, width 512)", "ablation",
+           no="contradicted at this scale")
+    def collapse(runs, condition=condition):
+        peak, far = runs(condition, EXACT, 4), runs(condition, EXACT, 256)
+        return far < 0.9 * peak, f"{percent(peak)} at 4 loops, {percent(far)} at 256 (3 digits)"
+
+
+@claim("Addition: with STARS the ablation's model is right at 2 to 256 loops", "100%", "ablation",
+       yes="reproduced")
+def stars_small(runs):
+    lowest = worst(runs, "random+jsrr")
+    return lowest > 0.995, f"lowest {percent(lowest)} (3 digits)"
+
+
+@claim("JSRR makes the iteration converge: the step dies out", "step size against loops",
+       "ablation")
+def convergence(runs):
+    without, with_jsrr = (runs(name, STEP, 32) for name in ("random", "random+jsrr"))
+    return with_jsrr < without / 10, (f"relative step at loop 32: {show(with_jsrr)} with JSRR, "
+                                      f"{show(without)} without")
+
+
+@claim("JSRR lowers the spectral radius at the limit below 1", "rho < 1 is Lyapunov's condition",
+       "ablation")
+def radius(runs):
+    with_jsrr, without = (runs(name, J, "rho") for name in ("random+jsrr", "random"))
+    return (with_jsrr < 1) & (with_jsrr < without), (f"rho {show(with_jsrr)} with JSRR, "
+                                                     f"{show(without)} without")
+
+
+@claim("Random loop counts are needed beside JSRR", "STARS is both", "ablation")
+def jsrr_alone(runs):
+    far = runs("jsrr", EXACT, 256)
+    return far < 0.9, f"JSRR with fixed loops: {percent(far)} at 256 loops"
+
+
+@claim("One power step from a random v estimates rho", "||J v|| after one step", "ablation",
+       no="contradicted at this scale")
+def one_step(runs):
+    gain, rho = runs("random+jsrr", J, "||J v||"), runs("random+jsrr", J, "rho")
+    return (gain > rho / 2) & (gain < 2 * rho), f"||J v|| {show(gain)}, rho {show(rho)}"
+
+
+for condition, name in (("bf16", "bfloat16"), ("fp32", "float32")):
+    @claim(f"4-digit addition: STARS is right at every loop count once converged ({name})",
+           "100% (width 512, 10,000 steps)", "addition", yes="reproduced")
+    def stars_addition(runs, condition=condition):
+        lowest = worst(runs, condition)
+        return lowest > 0.9995, f"lowest of 2 to 256 loops {show(100 * lowest, '.2f')}% (width 128)"
+
+
+@claim("4-digit addition: also at one loop", "100% at every loop count", "addition",
+       no="contradicted at this scale")
+def one_loop(runs):
+    exact = runs("bf16", EXACT, 1)
+    return exact > 0.9995, f"{percent(exact)}: depends on seed and precision"
+
+
+@claim("4-digit addition: the baseline peaks and collapses", "figure of accuracy against loops",
+       "addition")
+def baseline(runs):
+    peak, far = runs("baseline", EXACT, 4), runs("baseline", EXACT, 256)
+    return far < 0.5 * peak, f"{percent(peak)} at 4 loops, {percent(far)} at 256"
+
+
+@claim("4-digit addition: STARS ends at a stable fixed point", "rho < 1", "addition")
+def stable(runs):
+    rho, step = runs("bf16", J, "largest rho"), runs("bf16", STEP, 256)
+    return (rho < 1) & (step < 1e-5), f"largest rho {show(rho)}, step at loop 256 {show(step)}"
+
+
+OURO = "the weights of Ouro-1.4B and one 80 GB GPU: `python experiments/harness.py`"
+# 400,000 samples of at most 2,048 tokens, 1.23e9 looped weights, 5.9 loops in the mean, 8 FLOPs for
+# each (with checkpointing): 4.8e19; at half of an H200's 790 TFLOP/s
+TUNE = "the same, and at most 33 hours of an H200: `python experiments/ouro.py train`"
+out_of_reach("Ouro-1.4B loses with loops beyond the 4 that it was trained with",
+             "GSM8K 75.21 at 4 loops, 58.23 at 8; mean of five 67.41, 55.09", OURO)
+out_of_reach("Fine-tuning alone does not help at 8 loops",
+             "GSM8K 80.06, 60.05; mean 70.46, 52.97", TUNE)
+out_of_reach("STARS keeps most of it", "GSM8K 81.96, 74.45; mean 74.18, 65.55", TUNE)
+out_of_reach("STARS is best at 4 loops too", "mean 74.18 against 70.46 of fine-tuning", TUNE)
+out_of_reach("The same on MATH500, ASDiv, SVAMP and AMC23",
+             "at 8 loops 54.80, 82.52, 81.00, 35.0 against 39.20, 75.10, 68.00, 22.5", TUNE)
+
+
+# --------------------------------------------------------------------------------------------------
+paper = "2608.08888"
+LOSS, UPDATE = "validation loss at pass", "||h^(k) - h^(k-1)|| at pass"
+DEFAULT = "0+70+30"
+by_test("Eqs. 10-12: position t is exact after t passes", "a Jacobi iteration",
+        "test_fullbandwidth.py")
+by_test("Eq. 4: with the gated fusion, dropping the state drops the input", "by construction",
+        "test_fullbandwidth.py")
+
+
+@claim("The first fused prefill pass improves the loss", "most of the gain comes with it", "passes")
+def second_pass(runs):
+    first, second = runs(DEFAULT, LOSS, 1), runs(DEFAULT, LOSS, 2)
+    return second < first, f"{show(first, '.3f')} after pass 1, {show(second, '.3f')} after pass 2"
+
+
+@claim("Further passes change little", "most of the gain comes with the first", "passes",
+       no="contradicted at this scale")
+def third_pass(runs):
+    second, third = runs(DEFAULT, LOSS, 2), runs(DEFAULT, LOSS, 3)
+    return abs(third - second) < 0.02, (f"{show(second, '.3f')} after pass 2, {show(third, '.3f')} "
+                                        f"after pass 3")
+
+
+@claim("Full bandwidth beats a standard model of equal steps",
+       "GSM8K 64.52 (standard decoding) to 67.93 (soft), 200B tokens; plain 62.93", "passes")
+def equal_steps(runs):
+    second, standard = runs(DEFAULT, LOSS, 2), runs("standard", LOSS, 1)
+    return second < standard, f"loss {show(second, '.3f')} against {show(standard, '.3f')}"
+
+
+@claim("Data efficiency: it reaches a standard model trained on more tokens",
+       "100B reach 200B, 1.5 to 2 times", "passes", no="contradicted at this scale")
+def equal_compute(runs):
+    second, standard = runs(DEFAULT, LOSS, 2), runs("standard-equal-compute", LOSS, 1)
+    return second < standard, (f"loss {show(second, '.3f')} against {show(standard, '.3f')} of a "
+                               f"standard model with 2.3 times the tokens")
+
+
+@claim("Figs. 3 and 10: trained on at most two passes, more passes make the loss diverge",
+       "75+25 diverges", "passes")
+def two_pass_diverges(runs):
+    second, far = runs("75+25", LOSS, 2), runs("75+25", LOSS, 1000)
+    return far > second + 0.2, f"{show(second, '.2f')} after pass 2, {show(far, '.2f')} after 1,000"
+
+
+@claim("Figs. 3 and 10: with 3% of three-pass steps the loss stays flat for 30 and 1,000 passes",
+       "75+22+3 is flat", "passes")
+def three_pass_flat(runs):
+    second, far = runs("75+22+3", LOSS, 2), runs("75+22+3", LOSS, 1000)
+    return far < second + 0.05, (f"{show(second, '.2f')} after pass 2, {show(far, '.2f')} after "
+                                 f"1,000")
+
+
+@claim("They lower what the loss of many passes ends at", "75+25 against 75+22+3", "passes")
+def three_pass_lower(runs):
+    two, three = runs("75+25", LOSS, 1000), runs("75+22+3", LOSS, 1000)
+    return three < two, f"{show(two, '.2f')} without, {show(three, '.2f')} with them"
+
+
+@claim("Figs. 3 and 10: the update shrinks to a small plateau", "75+22+3", "passes")
+def update_shrinks(runs):
+    early, late = runs("75+22+3", UPDATE, 2), runs("75+22+3", UPDATE, 30)
+    return late < 0.05 * early, f"{show(early)} at pass 2, {show(late)} at pass 30"
+
+
+for off, text in (("no-input-norm", "the shared input norm"), ("no-jitter", "jitter"),
+                  ("no-prefix-mix", "the prefix mix-in"), ("no-depth-scale", "depth scaling"),
+                  ("no-tying", "tied embeddings")):
+    @claim(f"Recipe: {text} steadies many passes", "part of the recipe", "stabilisers",
+           no="contradicted at this scale")
+    def stabiliser(runs, off=off):
+        on, without = (runs(f"{name}-0+97+3", LOSS, 1000) for name in ("all-on", off))
+        return on < without, (f"loss of pass 1,000: {show(on, '.2f')} with, "
+                              f"{show(without, '.2f')} without")
+
+
+@claim("The additive fusion leaves a shortcut around the state: its state path does not grow",
+       "the reason for the gate", "fusion")
+def shortcut(runs):
+    paths = "norm of path at step"
+    gated = runs("gated", paths, 800, "state") / runs("gated", paths, 0, "state")
+    added = runs("add", paths, 800, "state") / runs("add", paths, 0, "state")
+    return gated > 2 * added, f"over training times {show(gated)} gated, {show(added)} added"
+
+
+@claim("The gate is the better fusion", "the reason for the gate", "fusion",
+       no="contradicted at this scale")
+def gate_better(runs):
+    gated, added = runs("gated", LOSS, 1000), runs("add", LOSS, 1000)
+    return gated < added, (f"loss of pass 1,000: {show(gated, '.3f')} gated, "
+                           f"{show(added, '.3f')} added")
+
+
+@claim("The state fed back carries on beyond the trained length", "state carried across tokens",
+       "running-sum")
+def beyond(runs):
+    soft = runs("feedback", "right sums at T + 1 .. 2 T", "soft")
+    standard = runs("standard", "right sums at T + 1 .. 2 T", "pass 1")
+    return soft > 0.95, (f"running sums at positions 33 to 64: {percent(soft)}, standard "
+                         f"{percent(standard)}")
+
+
+@claim("Within the trained length a fused pass improves on the first", "pass 2 against pass 1",
+       "running-sum")
+def within(runs):
+    one, two = (runs("feedback", "right sums at 1 .. T", f"pass {k}") for k in (1, 2))
+    return two > one, f"{percent(one)} after pass 1, {percent(two)} after pass 2"
+
+
+def probed(runs, task, size, prefill, depth=0, who=""):
+    return runs("feedback", f"{task}, size {size}: probes", f"depth {depth}",
+                f"{who}, {prefill}".removeprefix(", "))
+
+
+for task in ("completion", "memory"):
+    @claim(f"Sec. 4.4, {task}: after a standard prefill a probe reads nothing at depth 0", "chance",
+           "statetrack", yes="reproduced")
+    def chance(runs, task=task):
+        read = probed(runs, task, 8, "standard prefill")
+        return abs(read - 0.5) < 0.1, f"{percent(read)} (size 8)"
+
+    @claim(f"Sec. 4.4, {task}: after one recurrent step it reads the answer there",
+           "99.6%" if task == "completion" else "100%", "statetrack", yes="reproduced")
+    def one_recurrent_step(runs, task=task):
+        read = probed(runs, task, 8, "last 1 recurrent")
+        return read > 0.95, f"{percent(read)} (size 8)"
+
+    @claim(f"Sec. 4.4, {task}: it reads it after the full recurrence too", "compared",
+           "statetrack")
+    def full_recurrence(runs, task=task):
+        read = probed(runs, task, 8, "recurrence")
+        return read > 0.9, f"{percent(read)} (size 8)"
+
+
+@claim("Sec. 4.4: readable is not the same as used: an untrained model is readable too",
+       "a warning of ours", "statetrack")
+def untrained(runs):
+    read = probed(runs, "memory", 8, "last 1 recurrent", who="untrained")
+    return read > 0.9, f"memory, one recurrent step, untrained: {percent(read)}"
+
+
+@claim("Appendix F: one register is answered right, more and more registers less well",
+       "1, 2, 4, 8 registers", "statetrack")
+def registers(runs):
+    right = [runs("feedback", f"registers, size {m}, 16 writes: right answers", "soft")
+             for m in (1, 2, 4, 8)]
+    figures = ", ".join(percent(share) for share in right)
+    return (right[0] > 0.95) & (right[0] > right[3]), figures
+
+
+# 6 FLOPs for each of 1e9 weights and 2e11 tokens, at half of an H200's 790 TFLOP/s
+PRETRAIN = "a 1B model on 200B tokens: over 800 hours of an H200"
+out_of_reach("Soft and fused decoding are better than standard decoding after instruction tuning",
+             "GSM8K 64.52, 67.93, 67.55; MATH-500 43.80, 45.60, 45.60 (standard, soft, fused)",
+             PRETRAIN)
+out_of_reach("On code too", "HumanEval 42.54, 45.06, 45.92; MBPP 38.39, 39.80, 41.22", PRETRAIN)
+out_of_reach("The model is better than a plain transformer even when decoded without the states",
+             "GSM8K 64.52 against 62.93, MATH-500 43.80 against 43.80", PRETRAIN)
+out_of_reach("Base models answer in fewer tokens under soft decoding at equal or better accuracy",
+             "an effect on length", PRETRAIN)
+out_of_reach("The effect on length goes away after instruction tuning", "gone", PRETRAIN)
+by_test("A decoded token costs two more products of a D x D matrix, and no more cache",
+        "two products", "bench.py")

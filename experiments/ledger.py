@@ -1,0 +1,188 @@
+"""The ledger: every claim of the three papers in claims.py, beside what the runs here show.
+
+    python experiments/ledger.py                # what is missing, and how to train it; the verdicts
+    python experiments/ledger.py --runs=out     # the same of your own runs
+    python experiments/ledger.py --collect=out  # copy tables and logs from there, no weights
+    python experiments/ledger.py --write        # compute the tables of experiments/README.md
+
+Figures and verdicts are computed from the single values that the sweeps have written, which are
+kept in experiments/runs: nothing is trained here.
+"""
+import collections
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+import train
+from experiments.claims import CLAIMS, percent, show
+from train import UserError, check_fields
+
+SEEDS = "--seeds=42,101,202"
+TABLE1 = f"blind_spot.py table1 --max_steps=300 --eval_interval=20 {SEEDS}"
+SWEEPS = {  # {name: (folder of its runs, what is typed behind `python experiments/`)}
+    "table1": ("looped_gpt-tiny-table1", TABLE1),
+    "addition": ("stars-addition-addition", f"stability.py addition {SEEDS}"),
+    "normalization": ("stars-small-normalization",
+                      f"stability.py normalization --max_steps=1000 {SEEDS}"),
+    "ablation": ("stars-small-ablation", f"stability.py ablation {SEEDS}"),
+    "passes": ("fullbandwidth-tiny-passes", f"feedback.py passes {SEEDS}"),
+    "stabilisers": ("fullbandwidth-tiny-stabilisers", f"feedback.py stabilisers {SEEDS}"),
+    "fusion": ("fullbandwidth-tiny-fusion", f"feedback.py fusion --eval_interval=50 {SEEDS}"),
+    "running-sum": ("fullbandwidth-running-sum-running-sum", f"feedback.py running-sum {SEEDS}"),
+    "statetrack": ("fullbandwidth-statetrack-statetrack",
+                   f"state_tracking.py statetrack {SEEDS}"),
+}
+
+
+class Missing(Exception):
+    """A claim asks for a value that no run has given."""
+
+
+class Runs:
+    """The single values of a sweep: runs(condition, table, column) is the array of its seeds'."""
+
+    def __init__(self, folder):
+        self.values = {}
+        for path in sorted(folder.glob("*.csv")):
+            for cell in train.read_csv(path):
+                key = cell["condition"], cell["table"], cell["column"], cell.get("row", "")
+                self.values.setdefault(key, {})[cell["seed"]] = cell["value"]
+
+    def __call__(self, condition, table, column, row=""):
+        of_seeds = self.values.get((condition, table, column, row))
+        if of_seeds is None:
+            raise Missing(f"{condition}: {table} {column} {row}")
+        return np.array([of_seeds[seed] for seed in sorted(of_seeds)])
+
+
+def judge(claim, runs):
+    """(our figures, verdict) of a claim, from {name of a sweep: its Runs}."""
+    if claim.instead:
+        return claim.instead, claim.yes
+    try:
+        holds, figures = claim.figures(runs[claim.sweep])
+    except Missing:
+        return "not run yet", "open"
+    if holds.all():
+        verdict = claim.yes
+    elif holds.any():
+        verdict = f"in {holds.sum()} of {len(holds)} seeds"
+    else:
+        verdict = claim.no
+    if len(holds) == 1:
+        verdict = f"one observation: {verdict}"
+    return figures, verdict
+
+
+# --------------------------------------------------------------------------------------------------
+# experiments/README.md: what stands between a mark <!-- .. --> and <!-- end --> is computed
+
+def markdown(header, rows):
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
+                     for line in lines)
+
+
+def whole_ledger(runs):
+    """The commands of the sweeps, how often each verdict was given, and a table for each paper."""
+    commands = [[name, f"`python experiments/{command}`"] for name, (_, command) in SWEEPS.items()]
+    judged = [(claim, *judge(claim, runs)) for claim in CLAIMS]
+    verdicts = collections.Counter(verdict for _, _, verdict in judged)
+    counted = ", ".join(f"{n} {verdict}" for verdict, n in verdicts.most_common())
+    parts = [markdown(["runs", "command"], commands), f"{len(CLAIMS)} claims: {counted}."]
+    rows = collections.defaultdict(list)
+    for number, (claim, figures, verdict) in enumerate(judged, start=1):
+        rows[claim.paper].append([str(number), claim.text, claim.theirs, figures, claim.sweep,
+                                  verdict])
+    for paper, of_paper in rows.items():
+        header = ["", f"arXiv {paper}: the claim", "the paper", "here", "runs", "verdict"]
+        parts.append(markdown(header, of_paper))
+    return "\n\n".join(parts)
+
+
+def one_table(runs, mark):
+    """A table of the mark `SWEEP | TITLE | COLUMN, COLUMN, .. | form`: one row for each condition,
+    mean and spread over its seeds. form: percent, or a format of Python's."""
+    sweep, title, columns, form = (part.strip() for part in mark.split(" | "))
+    columns = [train.number_or_word(column.strip()) for column in columns.split(",")]
+    names = dict.fromkeys((condition, row) for condition, t, _, row in runs[sweep].values
+                          if t == title)
+    rows = []
+    for condition, row in names:
+        cells = []
+        for column in columns:
+            try:
+                values = runs[sweep](condition, title, column, row)
+                cells.append(percent(values) if form == "percent" else show(values, form))
+            except Missing:
+                cells.append("")
+        rows.append([" ".join((condition, row)).strip(), *cells])
+    if not rows:
+        return f"Not run yet: `python experiments/{SWEEPS[sweep][1]}`"
+    return markdown([title, *map(str, columns)], rows)
+
+
+def fill(text, runs):
+    """The README with everything between marks computed from the runs."""
+    def compute(match):
+        mark = match[1]
+        content = whole_ledger(runs) if mark == "ledger" else one_table(runs, mark)
+        return f"<!-- {mark} -->\n\n{content}\n\n<!-- end -->"
+    return re.sub(r"<!-- (ledger|[\w-]+ \| .*?) -->.*?<!-- end -->", compute, text, flags=re.S)
+
+
+# --------------------------------------------------------------------------------------------------
+# python experiments/ledger.py
+
+def collect(source, destination):
+    """Copy tables, logs and configs of the sweeps in `source`; nothing that is large."""
+    for folder, _ in SWEEPS.values():
+        paths = [*(source / folder).glob("*.csv")]
+        for name in ("log.csv", "config.json"):
+            paths += (source / folder).glob(f"*/{name}")
+        for path in paths:
+            copy = destination / path.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+            print(copy)
+
+
+@dataclass
+class Arguments:
+    runs: str = str(HERE / "runs")  # the folder of the sweeps' folders
+    collect: str = ""  # a folder like it, from which to copy there what the ledger needs
+    write: bool = False  # compute the tables of experiments/README.md
+
+    __post_init__ = check_fields
+
+
+def main(argv):
+    values = train.Parser("python experiments/ledger.py [--runs=FOLDER]", Arguments).parse(argv)
+    a = Arguments(**values)
+    for folder in filter(None, (a.runs, a.collect)):
+        if not Path(folder).is_dir():
+            raise UserError(f"{folder}: no such folder")
+    if a.collect:
+        collect(Path(a.collect), Path(a.runs))
+    runs = {name: Runs(Path(a.runs) / folder) for name, (folder, _) in SWEEPS.items()}
+    for number, claim in enumerate(CLAIMS, start=1):
+        figures, verdict = judge(claim, runs)
+        print(f"{number:3d}  {verdict}: {claim.text}\n     {figures}")
+    needed = [claim.sweep for claim in CLAIMS if judge(claim, runs)[1] == "open"]
+    for name in dict.fromkeys(needed):
+        print(f"missing, wholly or in part: python experiments/{SWEEPS[name][1]}")
+    if a.write:
+        path = HERE / "README.md"
+        text = fill(path.read_text(encoding="utf-8"), runs)
+        with train.atomic_write(path, "w") as f:
+            f.write(text)
+
+
+if __name__ == "__main__":
+    train.command_line(main)

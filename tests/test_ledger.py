@@ -1,0 +1,93 @@
+"""experiments/ledger.py: its verdicts follow from the single values, and README's table is what it computes from the runs."""
+import numpy as np
+import pytest
+
+import train
+from experiments import blind_spot, claims, feedback, ledger, stability, state_tracking
+
+OURS = {name: ledger.Runs(ledger.HERE / "runs" / folder) for name, (folder, _) in ledger.SWEEPS.items()}
+
+
+def runs_of(tmp_path, **values):
+    """Runs in which condition a has these values of seeds 1, 2, .. and b has 10 at every seed."""
+    rows = []
+    for name, of_seeds in values.items():
+        for seed, value in enumerate(of_seeds, start=1):
+            rows.append({"condition": name, "seed": seed, "table": "t", "row": "", "column": 4, "value": value})
+    train.write_csv(tmp_path / "measure.csv", rows)
+    return {"s": ledger.Runs(tmp_path)}
+
+
+def larger(runs):
+    a, b = runs("a", "t", 4), runs("b", "t", 4)
+    return a > b, f"{claims.show(a)} against {claims.show(b)}"
+
+
+@pytest.mark.parametrize("a, verdict, figures", [
+    ((20, 30), "reproduced in kind", "25 ± 5 against 10 ± 0"),
+    ((5, 30), "in 1 of 2 seeds", "17.5 ± 12.5 against 10 ± 0"),
+    ((5, 6), "not seen at this scale", "5.5 ± 0.5 against 10 ± 0")])
+def test_a_verdict_follows_from_every_seed(tmp_path, a, verdict, figures):
+    claim = claims.Claim("paper", "text", "theirs", "s", larger)
+    assert ledger.judge(claim, runs_of(tmp_path, a=a, b=(10, 10))) == (figures, verdict)
+
+
+def test_one_seed_is_one_observation_and_none_is_open(tmp_path):
+    claim = claims.Claim("paper", "text", "theirs", "s", larger)
+    assert ledger.judge(claim, runs_of(tmp_path, a=(20,), b=(10,))) == ("20 against 10", "one observation: reproduced in kind")
+    assert ledger.judge(claim, runs_of(tmp_path, a=(20,))) == ("not run yet", "open")
+
+
+def test_the_commands_train_what_the_ledger_reads():
+    """Each command names a sweep of its experiment, and the folder is the one that this sweep writes into."""
+    modules = {"blind_spot.py": blind_spot, "stability.py": stability, "feedback.py": feedback,
+               "state_tracking.py": state_tracking}
+    scripts = {"blind_spot.py": "looped_gpt", "stability.py": "stars"}
+    for folder, command in ledger.SWEEPS.values():
+        file, name, *_ = command.split()
+        sweep = modules[file].SWEEPS[name]
+        script = scripts.get(file, "fullbandwidth")
+        preset = sweep.preset or next(iter(__import__(script).PRESETS))
+        assert folder == f"{script}-{preset}-{name}"
+
+
+def test_a_committed_sweep_answers_all_of_its_claims():
+    assert len(claims.CLAIMS) >= 45
+    assert {claim.paper for claim in claims.CLAIMS} == {"2606.24898", "2605.26733", "2608.08888"}
+    for claim in claims.CLAIMS:
+        if claim.sweep and OURS[claim.sweep].values:
+            assert ledger.judge(claim, OURS)[1] != "open", claim.text
+
+
+def test_readme_has_what_the_committed_runs_give():
+    text = (ledger.HERE / "README.md").read_text(encoding="utf-8")
+    assert text.count("<!-- ledger -->") == 1 and text.count("<!-- ") == 2 * text.count("<!-- end -->") > 6
+    assert ledger.fill(text, OURS) == text, "run python experiments/ledger.py --write"
+
+
+def test_a_table_is_computed_between_its_marks(tmp_path):
+    runs = runs_of(tmp_path, a=(0.25, 0.75), b=(1.0,))
+    text = "before <!-- s | t | 4, 8 | percent -->old<!-- end --> after"
+    expected = "| t | 4 | 8 |\n| --- | --- | --- |\n| a | 50.0 ± 25.0% |  |\n| b | 100.0% |  |"
+    assert ledger.fill(text, runs) == f"before <!-- s | t | 4, 8 | percent -->\n\n{expected}\n\n<!-- end --> after"
+
+
+def test_collecting_copies_tables_logs_and_configs_and_no_weights(tmp_path):
+    folder = ledger.SWEEPS["passes"][0]
+    run = tmp_path / "out" / folder / "standard-seed42"
+    run.mkdir(parents=True)
+    for path in (run / "log.csv", run / "config.json", run / "ckpt.pt", run.parent / "passes.csv", run.parent / "passes.png"):
+        path.write_text("x")
+    ledger.collect(tmp_path / "out", tmp_path / "runs")
+    found = {str(p.relative_to(tmp_path / "runs" / folder)) for p in (tmp_path / "runs").rglob("*") if p.is_file()}
+    assert found == {"standard-seed42/log.csv", "standard-seed42/config.json", "passes.csv"}
+
+
+def test_the_least_and_the_most_are_taken_seed_by_seed():
+    runs = lambda condition, table, t: np.array({2: [1.0, 0.5], 3: [0.9, 0.7]}[t])
+    assert claims.worst(runs, "random+jsrr", (2, 3)).tolist() == [0.9, 0.5]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(train.UserError, match="nowhere: no such folder"):
+        ledger.main([f"--runs={tmp_path}/nowhere"])
