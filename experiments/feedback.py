@@ -3,7 +3,9 @@
     python experiments/feedback.py passes --seeds=42,101,202    # mixes of passes: figures 3 and 10
     python experiments/feedback.py stabilisers                  # without each of the stabilisers
     python experiments/feedback.py fusion                       # gated, additive, concatenated
-    python experiments/feedback.py running-sum
+    python experiments/feedback.py running-sum                  # counting beyond the trained length
+    python experiments/feedback.py sum-fusion                   # the same with each fusion
+    python experiments/feedback.py tokens --dataset=FILE --stride=64  # how many tokens it saves
     python experiments/feedback.py out/fullbandwidth-tiny       # every table of one run
 
 A sweep trains models of one size on the same data, and writes its tables as MEASURE.csv and its
@@ -146,11 +148,17 @@ def without_each():
 
 
 FUSIONS = {name: dict(fusion=name) for name in ("gated", "add", "concat")}
+TOKENS = {"feedback": {}}  # standard models with so many times its tokens
+for times, mix in {"1": "1", "1.5": "0.5,0.5", "2": "0,1", "3": "0,0,1"}.items():
+    TOKENS[f"standard-x{times}"] = dict(mix="1", compute_of=mix)
 RUNNING_SUM = with_baselines({"feedback": "0.5,0.4,0.1"}, dataset="running-sum")
 SWEEPS = {
     "passes": Sweep(with_baselines(MIXES), functools.partial(tabulate, passes, AXES)),
     "stabilisers": Sweep(without_each(), functools.partial(tabulate, passes, AXES)),
     "fusion": Sweep(FUSIONS, functools.partial(tabulate, fusion, AXES)),
+    "tokens": Sweep(TOKENS, functools.partial(tabulate, passes, AXES)),
+    "sum-fusion": Sweep({name: FUSIONS[name] | dict(dataset="running-sum") for name in FUSIONS},
+                        functools.partial(tabulate, running_sum, AXES), preset="running-sum"),
     "running-sum": Sweep(RUNNING_SUM, functools.partial(tabulate, running_sum, AXES),
                          preset="running-sum"),
 }

@@ -35,6 +35,9 @@ SWEEPS = {  # {name: (folder of its runs, what is typed behind `python experimen
     "stabilisers": ("fullbandwidth-tiny-stabilisers", f"feedback.py stabilisers {SEEDS}"),
     "fusion": ("fullbandwidth-tiny-fusion", f"feedback.py fusion --eval_interval=50 {SEEDS}"),
     "running-sum": ("fullbandwidth-running-sum-running-sum", f"feedback.py running-sum {SEEDS}"),
+    "sum-fusion": ("fullbandwidth-running-sum-sum-fusion", f"feedback.py sum-fusion {SEEDS}"),
+    "tokens": ("fullbandwidth-tiny-tokens", f"feedback.py tokens --dataset=wikitext-2-heldout.txt "
+                                            f"--stride=64 --max_steps=350 {SEEDS}"),
     "statetrack": ("fullbandwidth-statetrack-statetrack",
                    f"state_tracking.py statetrack {SEEDS}"),
 }
