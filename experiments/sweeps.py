@@ -156,9 +156,10 @@ def draw(tables, axes, path):
         return
     figure, panels = train.new_figure(len(drawn))
     for panel, ((title, columns), table) in zip(panels, drawn.items()):
-        for row, of_seeds in table.items():
+        for i, (row, of_seeds) in enumerate(table.items()):
             mean = torch.stack(of_seeds).mean(0)
-            panel.plot(columns[:len(mean)], mean, "o-", markersize=3, label=row)
+            style = "o-" if i < 10 else "o--"  # there are ten colours
+            panel.plot(columns[:len(mean)], mean, style, markersize=3, label=row)
         xscale, yscale, message = axes[title]
         ylabel, xlabel = title.split(" at ")
         panel.set(title=message, xlabel=xlabel, ylabel=ylabel, xscale=xscale, yscale=yscale)
