@@ -48,6 +48,7 @@ class Config:
     gate_input: GateInput = "normed"  # the exit gate reads r(H_k), or H_k as in the release
     norm_penalty: float = 0.0  # lambda of lambda * mean_k mean(H_k^2); the paper: 0.01
     inter_loop_norm: bool = False  # RMSNorm the state before it enters the next loop
+    cut_gradient: bool = False  # no gradient of a loop's loss flows into the loops before it
     embd_std: float = 1.0  # std of the initial embeddings; 1.0 is what the authors' release has
 
     def __post_init__(self):
@@ -174,6 +175,8 @@ class LoopedGPT(nn.Module):
         h = self.loop(self.embed(idx, start), 1, cache, start)
         states = [h]
         for k in range(2, K + 1):
+            if self.config.cut_gradient:
+                h = h.detach()
             h = self.loop(self.loop_norm(h), k, cache, start)
             if clamp == "freeze_loop1":
                 h = freeze_loop1(h, states[0])
@@ -355,6 +358,14 @@ def loss_per_loop(model, batches, num_loops=None, clamp=None):
     return total / len(batches)
 
 
+def radial_cosine(g, h):
+    """<g, h> / (||g|| ||h||) of each token, (B, T), for g and h (B, T, D)."""
+    # The squares of a small g would underflow; scaled, it has the same cosine. A token with g = 0
+    # gives NaN, which nanmean leaves out.
+    g = g / g.abs().amax(-1, keepdim=True)
+    return (g * h).sum(-1) / (g.norm(dim=-1) * h.norm(dim=-1))
+
+
 def radial_gradient_fraction(model, batches):
     """Lemma 1's quantity, (K,): the mean over tokens of |<g, H_k>| / (||g|| ||H_k||), g being the
     gradient of CE_k with respect to H_k. 0: the loss does not see the scale; 1: it sees only that.
@@ -372,11 +383,7 @@ def radial_gradient_fraction(model, batches):
             logits = model.readout(h, final=k >= model.config.num_loops)
             ce = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
             g, = torch.autograd.grad(ce, h)
-            # The squares of a small g would underflow; scaled, it has the same cosine. A token with
-            # g = 0 gives NaN, which nanmean leaves out.
-            g = g / g.abs().amax(-1, keepdim=True)
-            cosine = (g * h).sum(-1) / (g.norm(dim=-1) * h.norm(dim=-1))  # (B, T)
-            fractions.append(cosine.abs().nanmean().detach())
+            fractions.append(radial_cosine(g, h.detach()).abs().nanmean())
         total = total + torch.stack(fractions)
     return total / len(batches)
 

@@ -1094,12 +1094,13 @@ def check_same_training(run, ckpt):
     """ValueError unless model, optimizer, text and tokenizer are those of the checkpoint."""
     text = getattr(run.data, "digest", None)
     here = vars(run.config) | {"optimizer": run.options.optimizer, "text": text}
-    there = ckpt["config"] | {"optimizer": ckpt["options"]["optimizer"],
-                              "text": ckpt.get("text", text)}
+    saved = type(run.config)(**ckpt["config"])  # a field that is new since has its default
+    there = vars(saved) | {"optimizer": ckpt["options"]["optimizer"],
+                           "text": ckpt.get("text", text)}
     changed = []
     for field, value in here.items():
-        if there.get(field) != value:
-            changed.append(f"{field}: {there.get(field)} there, {value} here")
+        if there[field] != value:
+            changed.append(f"{field}: {there[field]} there, {value} here")
     if changed:
         raise ValueError("; ".join(changed))
     if ckpt["tokenizer"] != run.data.tokenizer.spec:

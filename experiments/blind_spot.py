@@ -6,8 +6,9 @@
 
 table1: {terminal, per_loop} supervision x {RMSNorm, raw} readout, the final_only readout, and the
 norm penalty: perplexity at every exit, and the norm that the state ends with.
-A run: Lemma 1 and Lemma 2 in numbers, token norms, interventions, and variable depth, that is the
-exits as a frontier of perplexity and speed, and halting sequence by sequence.
+A run: Lemma 1 and Lemma 2 in numbers, which loop's loss sees the scale of which state, token norms,
+interventions, and variable depth, that is the exits as a frontier of perplexity and speed, and
+halting sequence by sequence.
 """
 import copy
 import functools
@@ -17,13 +18,15 @@ import time
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import looped_gpt
 import train
 from experiments import sweeps
 from experiments.sweeps import Sweep, tabulate
-from looped_gpt import lemma2_prediction, loss_per_loop, scale_and_direction, token_loss
+from looped_gpt import (lemma2_prediction, loss_per_loop, radial_cosine, scale_and_direction,
+                        token_loss)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -61,6 +64,9 @@ def table1(run):
     _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
     fraction = looped_gpt.radial_gradient_fraction(model, batches)
     yield "radial gradient fraction at loop", loops, "", fraction
+    of_ce, cosine = radial_gradient_matrix(model, batches)
+    yield "radial fraction of CE_K's gradient at loop", loops, "", of_ce[-1]
+    yield "radial cosine of CE_K's gradient at loop", loops, "", cosine[-1]
     quantiles = looped_gpt.norm_quantiles(model, batches)
     yield "||H_K|| over tokens", quantiles, "", list(quantiles.values())
     dynamics = looped_gpt.scale_dynamics(model, batches)
@@ -72,7 +78,52 @@ def table1(run):
     yield "calibrated halting", ("loops", "PPL"), "", [halted["loops"], halted["ppl"]]
 
 
-SWEEPS = {"table1": Sweep(TABLE1, functools.partial(tabulate, table1, AXES))}
+LEAP = {  # why the norm leaps, and then sinks
+    "default": {},
+    "gradient cut between loops": dict(cut_gradient=True),
+    "no weight decay": dict(weight_decay=0.0),
+    "a tenth of the rate": dict(lr=3e-4),
+}
+REPORT = functools.partial(tabulate, table1, AXES)
+SWEEPS = {"table1": Sweep(TABLE1, REPORT), "leap": Sweep(LEAP, REPORT)}
+
+
+# --------------------------------------------------------------------------------------------------
+# Lemma 1 across loops: which cross-entropy sees the scale of which state
+
+def radial_gradient_matrix(model, batches):
+    """(fraction, cosine), each (K, K): what CE_j, row j, sees of the scale of H_k, column k <= j.
+
+    With g the gradient of CE_j with respect to H_k, through loops k + 1 .. j and the readout of
+    loop j, fraction is the mean over tokens of |<g, H_k>| / (||g|| ||H_k||) and cosine is the same
+    mean without the absolute value. Where it is positive, CE_j would fall if H_k were shorter.
+    NaN above the diagonal. batches: a list of (idx, targets), each (B, T).
+
+    The diagonal of fraction is looped_gpt.radial_gradient_fraction, which is about 0 behind RMSNorm
+    (Lemma 1 of arXiv 2606.24898). Lemma 1 does not speak of what is below it: the recurrence adds
+    to H_k, and how much that turns the state depends on the scale of H_k (Lemma 2).
+    """
+    K = model.config.num_loops
+    total = 0.0
+    for idx, targets in batches:
+        with torch.no_grad():
+            states = model.states(idx)
+        means = torch.full((2, K, K), math.nan, dtype=states[0].dtype, device=idx.device)
+        for k in range(1, K + 1):
+            start = states[k - 1].detach().requires_grad_()  # H_k
+            h = start
+            for j in range(k, K + 1):
+                if j > k:
+                    h = model.loop(model.loop_norm(h))  # H_j
+                logits = model.readout(h, final=j == K)
+                ce = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+                g, = torch.autograd.grad(ce, start, retain_graph=True)
+                cosine = radial_cosine(g, start.detach())  # (B, T)
+                means[0, j - 1, k - 1] = cosine.abs().nanmean()
+                means[1, j - 1, k - 1] = cosine.nanmean()
+        total = total + means
+    fraction, cosine = total / len(batches)
+    return fraction, cosine
 
 
 # --------------------------------------------------------------------------------------------------
@@ -231,6 +282,7 @@ def report(path):
     model, options, tokenizer = train.load_model(path, "looped_gpt", looped_gpt.LoopedGPT)
     _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
     looped_gpt.print_loops(model, batches)
+    print_radial_gradients(*radial_gradient_matrix(model, batches))
     dynamics = looped_gpt.scale_dynamics(model, batches).cpu()
     print_lemma2(dynamics, lemma2_remainders(model, model.states(batches[0][0])[-1]))
     print_interventions(model, batches)
@@ -239,6 +291,17 @@ def report(path):
     figure_path = train.run_directory(path) / "diagnostics.png"
     draw_report(model.config.num_loops, dynamics, points, halted, figure_path)
     print(f"\ndrawn in {figure_path}")
+
+
+def print_radial_gradients(fraction, cosine):
+    print("\nradial gradient fraction of CE_j at H_k, with the mean cosine in brackets "
+          "(+: CE_j would fall if H_k were shorter)")
+    K = len(fraction)
+    titles = [f"H_{k}" for k in range(1, K + 1)]
+    print(f"{'':6}" + "".join(f"{title:>20}" for title in titles))
+    for j in range(1, K + 1):
+        cells = [f"{fraction[j - 1, k]:.1e} ({cosine[j - 1, k]:+.1e})" for k in range(j)]
+        print(f"CE_{j:<3}" + "".join(f"{cell:>20}" for cell in cells))
 
 
 def print_lemma2(dynamics, remainders):

@@ -144,13 +144,13 @@ def norm_terminal(runs):
     return hidden > 10 * seen, f"{show(hidden)} against {show(seen)}"
 
 
-@claim("The norm drifts up in training", "to 39,207 at the end of 4 epochs", "table1")
+@claim("The norm drifts up in training", "to 39,207 at the end of 4 epochs", "table1",
+       no="contradicted at this scale")
 def norm_drifts(runs):
-    table = "mean ||H_K|| at step"
-    early, late = runs(RMSNORM, table, 100), runs(RMSNORM, table, 300)
-    first = runs(RMSNORM, table, 0)
-    return late > 1.1 * early, (f"step 0: {show(first)}, 100: {show(early)}, "
-                                f"300: {show(late)}")
+    norms = [runs(RMSNORM, "mean ||H_K|| at step", step) for step in range(0, 301, 20)]
+    top, last = np.maximum.reduce(norms), norms[-1]
+    return last > 0.95 * top, (f"it leaps from {show(norms[0])} to {show(top)} and sinks to "
+                               f"{show(last)} at step 300")
 
 
 @claim("Table 1: terminal supervision is better at full depth",

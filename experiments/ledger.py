@@ -27,6 +27,7 @@ SEEDS = "--seeds=42,101,202"
 TABLE1 = f"blind_spot.py table1 --max_steps=300 --eval_interval=20 {SEEDS}"
 SWEEPS = {  # {name: (folder of its runs, what is typed behind `python experiments/`)}
     "table1": ("looped_gpt-tiny-table1", TABLE1),
+    "leap": ("looped_gpt-tiny-leap", TABLE1.replace("table1", "leap")),
     "addition": ("stars-addition-addition", f"stability.py addition {SEEDS}"),
     "normalization": ("stars-small-normalization",
                       f"stability.py normalization --max_steps=1000 {SEEDS}"),

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import looped_gpt
 import train
 from experiments import blind_spot
-from test_looped_gpt import TINY, small
+from test_looped_gpt import TINY, naive_norm, naive_states, small
 
 
 @pytest.fixture
@@ -20,6 +20,56 @@ def train_run(tmp_path, monkeypatch):
         train.main(["looped_gpt", *TINY, f"--data_dir={tmp_path}/data", f"--out_dir={tmp_path / out}", *arguments])
         return tmp_path / out
     return run
+
+
+# Lemma 1 across loops
+
+def naive_gradient_matrix(model, idx, targets):
+    """{(j, k): (fraction, cosine)} by autograd through one naive forward, the formula written out."""
+    w = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+    c = model.config
+    states = naive_states(w, c, idx, c.num_loops)
+    values = {}
+    for j, h in enumerate(states, start=1):
+        if c.readout == "rmsnorm" or (c.readout == "final_only" and j == c.num_loops):
+            h = naive_norm(h, w["norm.gain"])
+        log_p = (h @ w["wte.weight"].T).log_softmax(-1)
+        ce = -log_p.gather(-1, targets[..., None]).sum()
+        for k in range(1, j + 1):
+            H = states[k - 1]
+            g, = torch.autograd.grad(ce, H, retain_graph=True)
+            cosine = torch.einsum("btd,btd->bt", g, H) / (g.square().sum(-1) * H.square().sum(-1)).sqrt()
+            values[j, k] = (cosine.abs().mean().item(), cosine.mean().item())
+    return values
+
+
+@pytest.mark.parametrize("fields", [dict(readout="rmsnorm"), dict(readout="raw"), dict(readout="final_only"),
+                                    dict(inter_loop_norm=True), dict(num_loops=1)], ids=str)
+def test_the_radial_gradient_matrix_is_autograds_and_its_diagonal_is_lemma_1s(fields):
+    model, idx, targets = small(**fields)
+    K = model.config.num_loops
+    fraction, cosine = blind_spot.radial_gradient_matrix(model, [(idx, targets)])
+    naive = naive_gradient_matrix(model, idx, targets)
+    for j in range(1, K + 1):
+        for k in range(1, K + 1):
+            found = (fraction[j - 1, k - 1].item(), cosine[j - 1, k - 1].item())
+            if k > j:
+                assert math.isnan(found[0]) and math.isnan(found[1])
+            else:
+                assert found == pytest.approx(naive[j, k], rel=1e-6, abs=1e-12)
+    two = [(idx, targets), (idx.flip(0)[:2], targets.flip(0)[:2])]  # the mean over batches
+    fraction, _ = blind_spot.radial_gradient_matrix(model, two)
+    torch.testing.assert_close(fraction.diagonal(), looped_gpt.radial_gradient_fraction(model, two), rtol=0, atol=0)
+
+
+def test_later_losses_see_the_scale_of_earlier_states_unless_a_norm_stands_between_the_loops():
+    model, idx, targets = small()
+    fraction, _ = blind_spot.radial_gradient_matrix(model, [(idx, targets)])
+    below = torch.ones(3, 3).tril(-1) == 1
+    assert fraction.diagonal().max() < 1e-5 and fraction[below].min() > 1e-3
+    model, idx, targets = small(inter_loop_norm=True)
+    fraction, _ = blind_spot.radial_gradient_matrix(model, [(idx, targets)])
+    assert fraction[torch.ones(3, 3).tril() == 1].max() < 1e-5
 
 
 # Lemma 2
@@ -74,8 +124,8 @@ def test_diagnosing_a_run_prints_every_diagnostic_and_draws_them(train_run, caps
     out = train_run("--readout=raw", "--eval_batches=2")
     blind_spot.main([str(out)])
     text = capsys.readouterr().out
-    for part in ("radial gradient fraction", "angular step * s", "p99", "freeze_loop1", "remove_radial", "tokens/s",
-                 "halting"):
+    for part in ("radial gradient fraction", "gradient fraction of CE_j at H_k", "angular step * s", "p99",
+                 "freeze_loop1", "remove_radial", "tokens/s", "halting"):
         assert part in text
     assert (out / "diagnostics.png").stat().st_size > 10_000
     with pytest.raises(train.UserError, match="run is a run: its options are its own"):

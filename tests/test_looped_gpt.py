@@ -101,6 +101,27 @@ def test_states_equal_the_naive_model_beyond_the_trained_loops():
         torch.testing.assert_close(ours, naive, rtol=1e-10, atol=1e-10)
 
 
+def test_a_cut_gradient_stays_within_its_loop():
+    """The gradient is the sum over loops of that of CE_k where the state before the loop is a constant."""
+    model, idx, targets = small(n_layer=1, cut_gradient=True)
+    model.loss(idx, targets)[0].backward()
+    cut = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    with torch.no_grad():
+        states = model.states(idx)
+    for k, before in enumerate([None, *states[:-1]], start=1):
+        h = model.loop(model.embed(idx) if before is None else before)
+        ce = F.cross_entropy(model.readout(h).flatten(0, 1), targets.flatten())
+        (ce / len(states)).backward()
+    for name, p in model.named_parameters():
+        if name in cut:
+            torch.testing.assert_close(cut[name], p.grad, rtol=0, atol=1e-14)
+    whole, *_ = small(n_layer=1)
+    whole.load_state_dict(model.state_dict())
+    whole.loss(idx, targets)[0].backward()
+    assert not torch.allclose(whole.wpe.weight.grad, cut["wpe.weight"], rtol=0, atol=1e-6)
+
+
 def test_parameter_counts_are_the_papers():
     for preset, millions in (("44m", 43.9), ("129m", 128.8)):
         with torch.device("meta"):

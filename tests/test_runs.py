@@ -40,6 +40,16 @@ def test_a_finished_run_that_goes_on_says_what_becomes_of_its_rate(command, caps
     assert "the learning rate of step 8 was 0.00011 there and is 0.0018 here" in capsys.readouterr().out
 
 
+def test_a_run_from_before_a_field_existed_goes_on_with_its_default(command, capsys):
+    whole, out = command(out="whole"), command("--max_steps=4")
+    ckpt = train.load_checkpoint(out, "looped_gpt")
+    for part in ("config", "given"):
+        del ckpt[part]["cut_gradient"]
+    torch.save(ckpt, out / "ckpt.pt")
+    command("--resume")
+    assert_same_weights(weights(whole), weights(out))
+
+
 def test_the_random_state_survives_another_number_of_processes_and_it_is_said(command, capsys):
     whole, out = command(out="whole"), command("--max_steps=4")  # with dropout
     ckpt = train.load_checkpoint(out, "looped_gpt")
