@@ -12,7 +12,7 @@ from one to the next, but attention looks across; without it, states cross too.
     python train.py fullbandwidth                              # train the tiny preset
     python train.py fullbandwidth --preset=running-sum         # sums past the trained length
     python fullbandwidth.py out/fullbandwidth-tiny             # the loss after each pass
-    python fullbandwidth.py out/fullbandwidth-tiny --prompt="The " --mode=soft
+    python fullbandwidth.py out/fullbandwidth-tiny --prompt="The " --mode=standard,soft,fused
     python experiments/feedback.py passes                      # compare mixes: the paper's figure 3
 
 Letters: B batch, T tokens, D width, V vocabulary, S slots of the KV cache, nh query heads, nkv key
@@ -722,7 +722,7 @@ def right_shares(model, h, targets):
 @dataclass
 class Arguments:
     prompt: str = None  # text to continue; without it, the passes are measured
-    mode: Literal[MODES] = "standard"  # soft: feed back new tokens' states; fused: the prompt's too
+    mode: str = "standard"  # soft: feed back new states; fused: the prompt's too; some: soft,fused
     prefill_passes: Count = 1  # fused passes over the prompt, with --mode=fused
     max_new_tokens: int = 200  # how many tokens to generate
     temperature: Annotated[float, 0, 100] = 0.8  # 0: greedy
@@ -769,9 +769,13 @@ def print_continuation(path, a):
         if missing:
             raise UserError(f"--stop={a.stop!r}: the vocabulary lacks {missing}")
     stop = tokenizer.encode(a.stop)
-    (new,) = model.generate([prompt], a.max_new_tokens, a.mode, a.prefill_passes, a.temperature,
-                            a.top_k, a.seed, stop)
-    print(a.prompt + tokenizer.decode(new))
+    modes = a.mode.split(",")
+    for mode in modes:
+        if len(modes) > 1:
+            print(f"--- {mode}")
+        (new,) = model.generate([prompt], a.max_new_tokens, mode, a.prefill_passes, a.temperature,
+                                a.top_k, a.seed, stop)
+        print(a.prompt + tokenizer.decode(new))
 
 
 if __name__ == "__main__":

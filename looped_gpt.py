@@ -11,7 +11,7 @@ What does: a loss that sees it (readout raw, norm_penalty), or a norm between th
 
     python train.py looped_gpt                         # train the tiny preset
     python looped_gpt.py out/looped_gpt-tiny           # what each loop's loss is, and what it sees
-    python looped_gpt.py out/looped_gpt-tiny --prompt="The " --loops=2
+    python looped_gpt.py out/looped_gpt-tiny --prompt="The " --loops=1,2,4
     python experiments/blind_spot.py table1            # the paper's seven conditions
 
 Letters: B batch, T tokens, D width, V vocabulary, nh heads of size hs, K loops, E the embeddings
@@ -463,7 +463,7 @@ def print_loops(model, batches):
 @dataclass
 class Arguments:
     prompt: str = None  # text to continue; without it, the table of loops is printed
-    loops: Count = None  # exit after this loop; by default after the trained number
+    loops: str = None  # exit after this loop, or each of some, as 1,2; by default the trained one
     max_new_tokens: int = 200  # how many tokens to generate
     temperature: Annotated[float, 0, 100] = 0.8  # 0: greedy
     top_k: int = 50  # sample from the k likeliest; 0: from all
@@ -484,8 +484,12 @@ def main(argv):
         return print_loops(model, batches)
     prompt = train.encode_prompt(tokenizer, a.prompt)
     idx = torch.tensor([prompt], device=model.wte.weight.device)
-    text = model.generate(idx, a.max_new_tokens, a.loops, a.temperature, a.top_k, a.seed)
-    print(tokenizer.decode(text[0].tolist()))
+    loops = train.loop_counts(a.loops) or [model.config.num_loops]
+    for num_loops in loops:
+        if len(loops) > 1:
+            print(f"--- exit after loop {num_loops}")
+        text = model.generate(idx, a.max_new_tokens, num_loops, a.temperature, a.top_k, a.seed)
+        print(tokenizer.decode(text[0].tolist()))
 
 
 if __name__ == "__main__":

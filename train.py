@@ -162,18 +162,26 @@ def nearest(word, known):
     return f"did you mean {', '.join(close)}?" if close else f"choose from {', '.join(known)}"
 
 
-class Parser(argparse.ArgumentParser):
-    """--field=value for every field of the dataclasses."""
+FIRST = ("dataset", "max_steps", "batch_size", "lr", "out_dir")  # what people change first
+ELSEWHERE = {"learning_rate": "lr", "context_length": "block_size", "d_model": "n_embd",
+             "hidden_size": "n_embd"}  # the names of other projects: our own
 
-    def __init__(self, usage, *classes, epilog=None):
+
+class Parser(argparse.ArgumentParser):
+    """--field=value for every field of the dataclasses. values: {field: what it will be} where
+    that is not the dataclass's default."""
+
+    def __init__(self, usage, *classes, values=None, epilog=None):
         super().__init__(usage=usage, epilog=epilog, allow_abbrev=False,
                          formatter_class=argparse.RawTextHelpFormatter)
         self.fields = []
+        self.values = values or {}
+        first = self.add_argument_group("changed most often")
         for cls in classes:
             comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
-            group = self.add_argument_group(f"{cls.__module__}.{cls.__name__}")
+            rest = self.add_argument_group(f"{cls.__module__}.{cls.__name__}")
             for f in dataclasses.fields(cls):
-                self.add_field(group, f, comments.get(f.name, ""))
+                self.add_field(first if f.name in FIRST else rest, f, comments.get(f.name, ""))
 
     def add_field(self, group, field, comment):
         if field.type is bool:
@@ -182,20 +190,30 @@ class Parser(argparse.ArgumentParser):
             takes = {"choices": get_args(field.type)}
         else:
             takes = {"type": type_and_range(field.type)[0]}
-        help_text = f"{comment} [{field.default}]".replace("%", "%%")
+        value = self.values.get(field.name, field.default)
+        help_text = f"{comment} [{value}]".replace("%", "%%")
         group.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=help_text, **takes)
         self.fields.append(f"--{field.name}")
 
     def error(self, message):
         raise UserError(message)
 
+    def plain_flag(self, word):
+        """--resume or --no-resume for --resume=True or --resume=false; any other word as it is."""
+        name, _, value = word.partition("=")
+        is_flag = f"--no-{name[2:]}" in self._option_string_actions
+        if not is_flag or value.lower() not in ("true", "false"):
+            return word
+        return name if value.lower() == "true" else f"--no-{name[2:]}"
+
     def parse(self, argv):
         """The fields that argv sets, as a dict; UserError names the nearest to an unknown one."""
         global DATA_DIR
-        values, unknown = self.parse_known_args(argv)
+        values, unknown = self.parse_known_args([self.plain_flag(word) for word in argv])
         if unknown:
             word = unknown[0].split("=")[0]
-            advice = nearest(word, self.fields)
+            name = word.lstrip("-").replace("-", "_")
+            advice = nearest(f"--{ELSEWHERE.get(name, name)}", self.fields)
             if word == "--sweep":
                 advice = "type python experiments/NAME.py SWEEP; experiments/README.md lists them"
             raise UserError(f"{word}: no such field; {advice}")
@@ -1613,13 +1631,18 @@ def out_of_memory(error):
 
 
 def training_parser(usage, module):
-    """A Parser for --preset and for every field of a script's Config and of Options."""
+    """A Parser for --preset and for every field of a script's Config and of Options. The help shows
+    the values of the first preset, which is the default."""
+    default = next(iter(module.PRESETS))
+    out_dir = f"out/{module.__name__}-{default}"
     lines = ["presets, the first by default, and what they set:"]
     for name, fields in module.PRESETS.items():
         lines.append(f"  {name}: " + " ".join(f"--{k}={v}" for k, v in fields.items()))
     epilog = "\n".join(lines).replace("%", "%%")
-    parser = Parser(usage, module.Config, Options, epilog=epilog)
-    parser.add_argument("--preset", choices=module.PRESETS)
+    parser = Parser(usage, module.Config, Options, epilog=epilog,
+                    values=module.PRESETS[default] | {"out_dir": out_dir})
+    parser.add_argument("--preset", choices=module.PRESETS,
+                        help=f"a set of values, listed at the end [{default}]")
     return parser
 
 

@@ -66,11 +66,35 @@ def test_help_lists_every_field_with_its_meaning(capsys):
                 assert re.search(rf"--{name}[ ,].{{0,80}}\w+.*?\[", text), name
 
 
+def test_help_begins_with_what_people_change_and_says_what_will_run(capsys):
+    for module in (looped_gpt, stars, fullbandwidth):
+        with pytest.raises(SystemExit):
+            train.main([module.__name__, "--help"])
+        text = capsys.readouterr().out
+        first, own, _ = re.split(r"\n(?:%s.Config|train.Options):\n" % module.__name__, text)
+        assert re.findall(r"^  --(\w+)", first, re.M) == ["preset", "dataset", "out_dir", "max_steps", "batch_size", "lr"]
+        preset, fields = next(iter(module.PRESETS.items()))
+        values = vars(module.Config()) | vars(Options()) | fields | {"out_dir": f"out/{module.__name__}-{preset}"}
+        for name, value in values.items():
+            assert re.search(rf"--{name}[ ,][^\[]*\[{re.escape(str(value))}\]", text), name
+        assert "--n_embd" in own
+
+
+def test_a_flag_takes_a_value_as_every_other_field_does():
+    for words, value in ((["--tied"], True), (["--tied=True"], True), (["--tied=true"], True), (["--no-tied"], False),
+                         (["--tied=False"], False), (["--tied=false"], False)):
+        parser = train.training_parser("", fullbandwidth)
+        assert parser.parse(words) == {"tied": value, "preset": None}
+
+
 @pytest.mark.parametrize("argv, message", [
     (["looped_gtp"], "did you mean looped_gpt?"),
     (["looped_gpt", "--preset=44"], "invalid choice: '44' (choose from"),
     (["looped_gpt", "--sweep=table1"], "--sweep: no such field; type python experiments/NAME.py SWEEP"),
     (["looped_gpt", "--max_step=3"], "did you mean --max_steps"),
+    (["looped_gpt", "--learning_rate=3"], "--learning_rate: no such field; did you mean --lr"),
+    (["looped_gpt", "--hidden-size=3"], "did you mean --n_embd"),
+    (["looped_gpt", "--resume=maybe"], "--resume/--no-resume: ignored explicit argument 'maybe'"),
     (["looped_gpt", "--readout=rms"], "choose from"),
     (["looped_gpt", "--lr=fast"], "--lr: invalid float value"),
     (["looped_gpt", "--num_loops=0"], "--num_loops=0: expected a whole number from 1 to 10,000"),
@@ -363,6 +387,9 @@ def test_generating_from_a_run(command, capsys):
     assert first.startswith("The ") and len(first) == 4 + 30 + 1
     looped_gpt.main([str(out / "best.pt"), "--prompt=The ", "--loops=2", "--max_new_tokens=30"])
     assert first == capsys.readouterr().out  # best is last here, and the seed is fixed
+    looped_gpt.main([str(out), "--prompt=The ", "--loops=1,2", "--max_new_tokens=30"])
+    one, two = capsys.readouterr().out.split("--- exit after loop 2\n")
+    assert one.startswith("--- exit after loop 1\nThe ") and two == first
     assert "required: RUN" in error_of(capsys, "--prompt=The ", main=looped_gpt.main)
     for argument, message in (("--prompt=\u2603", "not in the vocabulary: '\u2603'"), ("--prompt=", "--prompt is empty"),
                               ("--loops=0", "--loops=0: expected a whole number from 1 to 10,000"),
