@@ -111,7 +111,8 @@ PRESETS = {
                max_steps=0, eval_interval=1000, **PAPER),
 }
 MODES = ("standard", "soft", "fused")  # of decoding
-SHOW = ("ce_1", "val_ce_1", "val_ce_2", "val_ce_3")  # printed beside the loss, and in curves.png
+SHOW = ("ce_1", "val_ce_1", "val_ce_2", "val_ce_3")  # printed beside the loss
+CURVES = (("cross-entropy after each pass", "linear", SHOW),)  # the panels of curves.png
 
 
 # --------------------------------------------------------------------------------------------------
@@ -621,10 +622,9 @@ def load_model(path):
     return model, options, tokenizer
 
 
-def load_run(path):
-    """A trained model, its Options, its data and at most two validation batches."""
+def load_run(path, n=2):
+    """A trained model, its Options, its data and n of its validation batches; None: all."""
     model, options, tokenizer = load_model(path)
-    n = min(2, options.eval_batches)
     data, batches = train.validation_batches(options, tokenizer, model, n)
     return model, options, data, batches
 
@@ -746,8 +746,9 @@ def main(argv):
 def print_passes(path):
     """What the passes of a trained run bring: the loss and the size of the update after each; for
     running sums also the shares of right ones, within and past the trained length."""
-    model, options, _, batches = load_run(path)
-    losses, updates = pass_curve(model, batches).T
+    model, options, _, batches = load_run(path, None)
+    with train.waiting_for(f"measuring up to {PASSES[-1]:,} passes"):
+        losses, updates = pass_curve(model, batches).T
     columns = {"loss": losses, "update": updates}
     if options.dataset == "running-sum":
         idx, targets = long_sums(model, options)

@@ -63,7 +63,9 @@ PRESETS = {
     "44m": dict(n_layer=8, n_head=8, n_embd=512, batch_size=64, **PAPER),
     "129m": dict(n_layer=12, n_head=12, n_embd=768, batch_size=32, **PAPER),
 }
-SHOW = ("final_norm",)  # printed beside the loss, and drawn in curves.png
+SHOW = ("final_norm",)  # printed beside the loss
+CURVES = (("loss", "linear", ("train_loss", "val_loss")),  # the panels of curves.png
+          ("mean ||H_K||", "log", ("final_norm", "val_final_norm")))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -480,7 +482,7 @@ def main(argv):
     path, a = train.parse_run(usage, Arguments, argv)
     model, options, tokenizer = train.load_model(path, "looped_gpt", LoopedGPT)
     if a.prompt is None:
-        _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
+        _, batches = train.validation_batches(options, tokenizer, model)
         return print_loops(model, batches)
     prompt = train.encode_prompt(tokenizer, a.prompt)
     idx = torch.tensor([prompt], device=model.wte.weight.device)

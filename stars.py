@@ -94,7 +94,9 @@ PRESETS = {
                   grad_clip=0.0, max_steps=10_000, batch_size=512, log_interval=50,
                   eval_interval=500, eval_batches=4),
 }
-SHOW = ("loops", "jsrr", "val_exact")  # printed beside the loss, and drawn in curves.png
+SHOW = ("loops", "jsrr", "val_exact")  # printed beside the loss
+CURVES = (("loss", "log", ("train_loss", "val_loss")),  # the panels of curves.png
+          ("exact match", "linear", ("val_exact",)), ("JSRR, mean ||J^T v||^2", "log", ("jsrr",)))
 LOOPS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256)  # where a trained model is measured
 
 

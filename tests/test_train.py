@@ -144,12 +144,45 @@ def test_a_run_leaves_its_files_and_a_log_with_the_promised_columns(command):
     assert {p.name for p in out.iterdir()} == {"config.json", "log.csv", "ckpt.pt", "best.pt", "curves.png", "run.lock"}
     rows = train.read_csv(out / "log.csv")
     assert [r["step"] for r in rows] == list(range(9))
-    assert list(rows[3])[:7] == ["step", "tokens", "train_loss", "val_loss", "lr", "tokens_per_sec", "mfu"]
+    assert list(rows[3])[:6] == ["step", "tokens", "train_loss", "val_loss", "lr", "tokens_per_sec"]
+    assert all("mfu" not in row for row in rows)  # on a CPU, which others use too, it would say nothing
     assert {"final_norm", "val_ce_4"} <= rows[3].keys()
     assert rows[-1]["tokens"] == 8 * 4 * 16
     best = train.load_checkpoint(out / "best.pt", "looped_gpt")
     assert best["best"] == min(r["val_loss"] for r in rows if "val_loss" in r)
     assert json.loads((out / "config.json").read_text())["config"]["norm_penalty"] == 0.01
+
+
+def test_a_report_finds_the_loss_that_training_ended_with(tmp_path, data_dir, capsys):
+    """The same windows, also in micro-batches, and the same precision."""
+    for name, fields, column in (("looped_gpt", [], "val_ce_4"), ("fullbandwidth", ["--n_kv_head=1"], "val_ce_2")):
+        out = tmp_path / name
+        train.main([name, *[f for f in TINY if name == "looped_gpt" or "dropout" not in f], *fields, "--eval_batches=3",
+                    "--grad_accum=2", "--dtype=bfloat16", f"--data_dir={data_dir}", f"--out_dir={out}"])
+        logged = train.read_csv(out / "log.csv")[-1][column]
+        capsys.readouterr()
+        {"looped_gpt": looped_gpt, "fullbandwidth": fullbandwidth}[name].main([str(out), f"--data_dir={data_dir}"])
+        report = capsys.readouterr()
+        assert "6 of the 6 batches of an evaluation" in report.err
+        row, = (line.split() for line in report.out.splitlines() if line.split()[0] == column[-1])
+        assert float(row[1]) == pytest.approx(logged, rel=1e-3)  # four digits are printed
+
+
+def test_a_long_wait_says_what_it_is_for(capsys, monkeypatch):
+    timer = threading.Timer
+    monkeypatch.setattr(threading, "Timer", lambda seconds, *arguments: timer(seconds / 100, *arguments))
+    for seconds, said in ((0, ""), (0.5, "evaluating ..\n")):
+        with train.waiting_for("evaluating"):
+            time.sleep(seconds)
+        assert capsys.readouterr().err == said
+
+
+def test_every_logger_gets_every_row(command, monkeypatch):
+    rows = []
+    monkeypatch.setattr(train, "LOGGERS", [rows.append])
+    out = command()
+    assert [row["step"] for row in rows] == list(range(9))
+    assert [row.get("val_loss") for row in rows] == [row.get("val_loss") for row in train.read_csv(out / "log.csv")]
 
 
 def test_a_directory_that_holds_a_run_is_not_overwritten_by_accident(command, capsys, tmp_path, data_dir):
