@@ -157,7 +157,11 @@ class LoopedGPT(nn.Module):
 
     def embed(self, idx, start=0):
         """(B, T) tokens from position `start` on -> (B, T, D)."""
-        return self.dropout(self.wte(idx) + self.wpe.weight[start:start + idx.shape[1]])
+        end = start + idx.shape[1]
+        if end > self.config.block_size:
+            raise UserError(f"{end} tokens are more than the model's window of "
+                            f"{self.config.block_size}, --block_size: cut the text into windows")
+        return self.dropout(self.wte(idx) + self.wpe.weight[start:end])
 
     def loop(self, h, k=1, cache=None, start=0):
         """One application of the stack, (B, T, D) -> (B, T, D). k only says whose cache it uses."""

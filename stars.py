@@ -26,7 +26,7 @@ after loop t, N = T D, J the (N, N) Jacobian of one loop. A row is one sequence 
 import itertools
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -231,7 +231,11 @@ class LoopedTransformer(nn.Module):
 
     def embed(self, idx, cache=None, start=0):
         """h^(0), (B, T, D), of tokens (B, T) at positions start ..: embeddings, then prelude."""
-        positions = self.wpe.weight[start:start + idx.shape[1]]
+        end = start + idx.shape[1]
+        if end > self.config.block_size:
+            raise UserError(f"{end} tokens are more than the model's window of "
+                            f"{self.config.block_size}, --block_size: cut the text into windows")
+        positions = self.wpe.weight[start:end]
         h = self.dropout(self.wte(idx) + positions)
         return self.run_blocks(h, self.prelude, cache, 0, start)
 
@@ -446,7 +450,7 @@ class AdditionData:
         return self.encode(*self.operands(split, i, self.options.step_rows))
 
 
-DATA = {"addition": AdditionData}
+DATA = {"addition": AdditionData}  # {--dataset=NAME: class}; what it must have: see train.py's Data
 
 
 # --------------------------------------------------------------------------------------------------
@@ -583,10 +587,11 @@ def convergence(model, idx, num_loops):
 
 
 def held_out_sums(model, options, n):
-    """n held-out sums as (idx, targets), each (n, T), always the same, on the model's device."""
-    data = train.load_data(options, model.config)
+    """n held-out sums, or rows of the run's own task, as (idx, targets), each (n, T), always the
+    same, on the model's device."""
+    data = train.load_data(replace(options, batch_size=n, grad_accum=1), model.config)
     device = model.wte.weight.device
-    idx, targets = data.encode(*data.operands("val", 0, n))
+    idx, targets = data.batch("val", 0)
     return idx.to(device), targets.to(device)
 
 
@@ -594,11 +599,11 @@ def held_out_sums(model, options, n):
 # python stars.py RUN
 
 def load_run(path):
-    """(model, options) of a run that was trained on sums."""
+    """(model, options) of a run that was trained on sums, or on another task in DATA."""
     model, options, _ = train.load_model(path, "stars", LoopedTransformer)
     if options.dataset not in DATA:
         raise UserError(f"{path} was trained on {options.dataset}, and this needs a model that was "
-                        f"trained on sums: python train.py stars")
+                        f"trained on sums, or on another task in DATA: python train.py stars")
     return model, options
 
 
@@ -608,7 +613,7 @@ def against_loops(model, idx, targets, loops):
     the exact matches, and `convergence` up to one loop more than the largest count."""
     c = model.config
     print(f"{c.placement} {c.norm}, {c.loop_sampling} loops, lambda {c.jsrr_lambda}; {len(idx)} "
-          f"held-out sums")
+          f"held-out rows")
     dynamics = convergence(model, idx[:250], max(loops) + 1)
     accuracy = []
     print("loops t   exact match   ||h^(t+1) - h^(t)|| / ||h^(t)||   mean ||h^(t)||")
@@ -622,6 +627,8 @@ def against_loops(model, idx, targets, loops):
 
 def ask(model, data, question, loops):
     """Print the model's answer to one sum at each loop count."""
+    if not hasattr(data, "parse"):
+        raise UserError(f"--ask is for sums: {type(data).__name__} has no parse(question)")
     a, b = data.parse(question)
     prompt = f"{a}{data.symbol}{b}="
     idx = torch.tensor([data.tokenizer.encode(prompt)], device=model.wte.weight.device)

@@ -8,8 +8,8 @@ the papers.
 
 In the order below: what a value may be, options and command line, files, text and tokenizers,
 batches, cross-entropy, device and optimiser, checkpoints, log, the run. A script brings
-`Config`, `PRESETS`, `SHOW`, `CURVES`, `DATA` where it has tasks of its own, and `train_model(run)`, its
-visible training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
+`Config`, `PRESETS`, `SHOW`, `CURVES`, `DATA` where it has tasks of its own, and `train_model(run)`,
+its visible training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
 """
 import argparse
 import base64
@@ -664,10 +664,11 @@ def token_cache(options, vocab_size):
 
 
 # --------------------------------------------------------------------------------------------------
-# Data. `batch(split, i)` gives (idx, targets), each (B, T) int64, of a whole step, which may be
-# split into micro-batches and shared out between processes. Batch i is a pure function of the seed
-# and i, so that resuming is exact, and of the sequences in a step, however they are split. Targets
-# are -1 where there is no loss.
+# Data: a class, made of (options, config), with `options`, `tokenizer`, `vocab_size`, `T` (tokens
+# in a window), `steps_per_epoch` and `batch(split, i)`, which gives (idx, targets), each (B, T)
+# int64, of a whole step. That may be split into micro-batches and shared out between processes.
+# Batch i is a pure function of the seed and i, so that resuming is exact, and of the sequences in a
+# step, however they are split. Targets are -1 where there is no loss.
 
 VALIDATION = 2 ** 96 - 1  # in the place of a seed: the validation split is the same at every seed
 
@@ -1288,12 +1289,12 @@ def draw_curves(run):
         for name in names:
             points = [(row["step"], row[name]) for row in run.rows if name in row]
             style = "o-" if name.startswith("val_") else "-"
-            axis.plot(*zip(*points), style, markersize=3, label=name)
+            axis.plot(*zip(*points), style, markersize=3, alpha=0.8, label=name)
             late += [value for step, value in points if step >= run.max_steps / 20]
         if scale == "linear" and late:
             margin = 0.05 * (max(late) - min(late)) or 0.05
             axis.set_ylim(min(late) - margin, max(late) + margin)
-        axis.set(xlabel="step", ylabel=label, yscale=scale)
+        axis.set(xlabel="step", ylabel=label, yscale=scale, xlim=(0, run.max_steps))
         axis.legend()
     figure.suptitle(f"{run.name}-{run.preset}")
     figure.savefig(run.out / "curves.png", dpi=120)
