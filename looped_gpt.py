@@ -335,7 +335,8 @@ def train_model(run):
     run.finish()
     evaluations = [row for row in run.rows if "val_loss" in row]
     first, last = evaluations[0], evaluations[-1]
-    run.say(f"validation loss {first['val_loss']:.2f} -> {last['val_loss']:.2f}, "
+    ce = f"val_ce_{run.config.num_loops}"
+    run.say(f"validation loss at full depth {first[ce]:.2f} -> {last[ce]:.4f}, "
             f"mean ||H_K|| {first['val_final_norm']:.1f} -> {last['val_final_norm']:.1f}: "
             f"see {run.out}/curves.png, then run\npython looped_gpt.py {run.out}")
 
