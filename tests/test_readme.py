@@ -32,7 +32,7 @@ SHORT = {  # in the order in which they are run: what is added to each
     "python experiments/blind_spot.py table1 --max_steps=300": LOOPED + " --only=per_loop+raw",
     "python experiments/stability.py ablation --only=random": STARS + " --digits=2",
     "python train.py looped_gpt --preset=44m --dataset=wikitext-103": LOOPED,
-    "torchrun --nproc_per_node=4 train.py looped_gpt --preset=129m --dataset=wikitext-103": LOOPED,  # here as one process
+    "torchrun --nproc_per_node=4 train.py looped_gpt --preset=129m --dataset=wikitext-103": LOOPED,  # one process here
     "python train.py fullbandwidth --preset=124m --dataset=PATH": FULL + " --tokenizer=char",
     "python train.py looped_gpt --dataset=PATH --out_dir=out/mine": LOOPED,
     "python train.py stars --help": "",
@@ -44,7 +44,8 @@ ELSEWHERE = {  # the file that runs or tests it
     "git clone ADDRESS loops": ".github/workflows/tests.yml", "cd loops": ".github/workflows/tests.yml",
     "pip install -r requirements.txt": ".ci/run",
     "pip install torch --index-url https://download.pytorch.org/whl/cpu": ".github/workflows/tests.yml",
-    "python -m pytest -n auto --dist loadfile": ".ci/run", "python -m pytest tests/test_stars.py -k jsrr": "tests/test_stars.py",
+    "python -m pytest -n auto --dist loadfile": ".ci/run",
+    "python -m pytest tests/test_stars.py -k jsrr": "tests/test_stars.py",
     "python tests/bench.py": "tests/test_bench.py", "jupyter lab notebooks": "tests/test_notebooks.py",
     "bash tests/gpu.sh": "tests/gpu.sh",  # on a machine with a GPU
 }
@@ -52,7 +53,8 @@ ELSEWHERE = {  # the file that runs or tests it
 
 def commands():
     """The lines of the code blocks, and what stands in the text between backticks and begins with a program's name."""
-    lines = [line.split("  #")[0] for language, block in BLOCK.findall(README) if not language for line in block.splitlines()]
+    plain = [block for language, block in BLOCK.findall(README) if not language]
+    lines = [line.split("  #")[0] for block in plain for line in block.splitlines()]
     lines += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", BLOCK.sub("", README))]
     program = re.compile(r"(python|torchrun|pip|git|cd|bash|jupyter|sed) ")
     return {part.strip() for line in lines for part in line.split(" && ") if program.match(part)}

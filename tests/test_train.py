@@ -72,7 +72,8 @@ def test_help_begins_with_what_people_change_and_says_what_will_run(capsys):
             train.main([module.__name__, "--help"])
         text = capsys.readouterr().out
         first, own, _ = re.split(r"\n(?:%s.Config|train.Options):\n" % module.__name__, text)
-        assert re.findall(r"^  --(\w+)", first, re.M) == ["preset", "dataset", "out_dir", "max_steps", "batch_size", "lr"]
+        shown = re.findall(r"^  --(\w+)", first, re.M)
+        assert shown == ["preset", "dataset", "out_dir", "max_steps", "batch_size", "lr"]
         preset, fields = next(iter(module.PRESETS.items()))
         values = vars(module.Config()) | vars(Options()) | fields | {"out_dir": f"out/{module.__name__}-{preset}"}
         for name, value in values.items():

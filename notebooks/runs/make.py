@@ -2,14 +2,14 @@
 
     python notebooks/runs/make.py RUN NAME
 
-writes notebooks/runs/NAME with the weights of RUN's last checkpoint in half precision, its config and its log. The scripts
-read it like any run; it has no optimiser's state, so it cannot be resumed. The runs here were made so, after:
+writes notebooks/runs/NAME with the weights of RUN's last checkpoint in half precision, its config and its log.
+The scripts read it like any run, but it cannot be resumed: it has no optimiser's state. The runs here are of:
 
-    python train.py stars                              # stars
-    python train.py stars --preset=baseline            # stars-baseline
-    python train.py looped_gpt                         # looped_gpt
-    python train.py looped_gpt --readout=raw --out_dir=out/looped_gpt-raw        # looped_gpt-raw
-    python train.py fullbandwidth --preset=running-sum # running-sum
+    python train.py stars                                                     # stars
+    python train.py stars --preset=baseline                                   # stars-baseline
+    python train.py looped_gpt                                                # looped_gpt
+    python train.py looped_gpt --readout=raw --out_dir=out/looped_gpt-raw     # looped_gpt-raw
+    python train.py fullbandwidth --preset=running-sum                        # running-sum
 """
 import shutil
 import sys
