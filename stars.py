@@ -614,7 +614,8 @@ def against_loops(model, idx, targets, loops):
     c = model.config
     print(f"{c.placement} {c.norm}, {c.loop_sampling} loops, lambda {c.jsrr_lambda}; {len(idx)} "
           f"held-out rows")
-    dynamics = convergence(model, idx[:250], max(loops) + 1)
+    with train.waiting_for(f"running {max(loops) + 1} loops"):
+        dynamics = convergence(model, idx[:250], max(loops) + 1)
     accuracy = []
     print("loops t   exact match   ||h^(t+1) - h^(t)|| / ||h^(t)||   mean ||h^(t)||")
     for t, h in enumerate(trajectory(model, idx, max(loops))):
