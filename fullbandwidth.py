@@ -12,7 +12,7 @@ from one to the next, but attention looks across; without it, states cross too.
     python train.py fullbandwidth                              # train the tiny preset
     python train.py fullbandwidth --preset=running-sum         # sums past the trained length
     python fullbandwidth.py out/fullbandwidth-tiny             # the loss after each pass
-    python fullbandwidth.py out/fullbandwidth-tiny --prompt="The " --mode=soft
+    python fullbandwidth.py out/fullbandwidth-tiny --prompt="The " --mode=standard,soft,fused
     python experiments/feedback.py passes                      # compare mixes: the paper's figure 3
 
 Letters: B batch, T tokens, D width, V vocabulary, S slots of the KV cache, nh query heads, nkv key
@@ -111,7 +111,8 @@ PRESETS = {
                max_steps=0, eval_interval=1000, **PAPER),
 }
 MODES = ("standard", "soft", "fused")  # of decoding
-SHOW = ("ce_1", "val_ce_1", "val_ce_2", "val_ce_3")  # printed beside the loss, and in curves.png
+SHOW = ("ce_1", "val_ce_1", "val_ce_2", "val_ce_3")  # printed beside the loss
+CURVES = (("cross-entropy after each pass", "linear", SHOW),)  # the panels of curves.png
 
 
 # --------------------------------------------------------------------------------------------------
@@ -621,10 +622,9 @@ def load_model(path):
     return model, options, tokenizer
 
 
-def load_run(path):
-    """A trained model, its Options, its data and at most two validation batches."""
+def load_run(path, n=2):
+    """A trained model, its Options, its data and n of its validation batches; None: all."""
     model, options, tokenizer = load_model(path)
-    n = min(2, options.eval_batches)
     data, batches = train.validation_batches(options, tokenizer, model, n)
     return model, options, data, batches
 
@@ -722,7 +722,7 @@ def right_shares(model, h, targets):
 @dataclass
 class Arguments:
     prompt: str = None  # text to continue; without it, the passes are measured
-    mode: Literal[MODES] = "standard"  # soft: feed back new tokens' states; fused: the prompt's too
+    mode: str = "standard"  # soft: feed back new states; fused: the prompt's too; some: soft,fused
     prefill_passes: Count = 1  # fused passes over the prompt, with --mode=fused
     max_new_tokens: int = 200  # how many tokens to generate
     temperature: Annotated[float, 0, 100] = 0.8  # 0: greedy
@@ -746,8 +746,9 @@ def main(argv):
 def print_passes(path):
     """What the passes of a trained run bring: the loss and the size of the update after each; for
     running sums also the shares of right ones, within and past the trained length."""
-    model, options, _, batches = load_run(path)
-    losses, updates = pass_curve(model, batches).T
+    model, options, _, batches = load_run(path, None)
+    with train.waiting_for(f"measuring up to {PASSES[-1]:,} passes"):
+        losses, updates = pass_curve(model, batches).T
     columns = {"loss": losses, "update": updates}
     if options.dataset == "running-sum":
         idx, targets = long_sums(model, options)
@@ -769,9 +770,13 @@ def print_continuation(path, a):
         if missing:
             raise UserError(f"--stop={a.stop!r}: the vocabulary lacks {missing}")
     stop = tokenizer.encode(a.stop)
-    (new,) = model.generate([prompt], a.max_new_tokens, a.mode, a.prefill_passes, a.temperature,
-                            a.top_k, a.seed, stop)
-    print(a.prompt + tokenizer.decode(new))
+    modes = a.mode.split(",")
+    for mode in modes:
+        if len(modes) > 1:
+            print(f"--- {mode}")
+        (new,) = model.generate([prompt], a.max_new_tokens, mode, a.prefill_passes, a.temperature,
+                                a.top_k, a.seed, stop)
+        print(a.prompt + tokenizer.decode(new))
 
 
 if __name__ == "__main__":

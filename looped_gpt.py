@@ -11,7 +11,7 @@ What does: a loss that sees it (readout raw, norm_penalty), or a norm between th
 
     python train.py looped_gpt                         # train the tiny preset
     python looped_gpt.py out/looped_gpt-tiny           # what each loop's loss is, and what it sees
-    python looped_gpt.py out/looped_gpt-tiny --prompt="The " --loops=2
+    python looped_gpt.py out/looped_gpt-tiny --prompt="The " --loops=1,2,4
     python experiments/blind_spot.py table1            # the paper's seven conditions
 
 Letters: B batch, T tokens, D width, V vocabulary, nh heads of size hs, K loops, E the embeddings
@@ -64,7 +64,9 @@ PRESETS = {
     "44m": dict(n_layer=8, n_head=8, n_embd=512, batch_size=64, **PAPER),
     "129m": dict(n_layer=12, n_head=12, n_embd=768, batch_size=32, **PAPER),
 }
-SHOW = ("final_norm",)  # printed beside the loss, and drawn in curves.png
+SHOW = ("final_norm",)  # printed beside the loss
+CURVES = (("loss", "linear", ("train_loss", "val_loss")),  # the panels of curves.png
+          ("mean ||H_K||", "log", ("final_norm", "val_final_norm")))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -156,7 +158,11 @@ class LoopedGPT(nn.Module):
 
     def embed(self, idx, start=0):
         """(B, T) tokens from position `start` on -> (B, T, D)."""
-        return self.dropout(self.wte(idx) + self.wpe.weight[start:start + idx.shape[1]])
+        end = start + idx.shape[1]
+        if end > self.config.block_size:
+            raise UserError(f"{end} tokens are more than the model's window of "
+                            f"{self.config.block_size}, --block_size: cut the text into windows")
+        return self.dropout(self.wte(idx) + self.wpe.weight[start:end])
 
     def loop(self, h, k=1, cache=None, start=0):
         """One application of the stack, (B, T, D) -> (B, T, D). k only says whose cache it uses."""
@@ -332,7 +338,8 @@ def train_model(run):
     run.finish()
     evaluations = [row for row in run.rows if "val_loss" in row]
     first, last = evaluations[0], evaluations[-1]
-    run.say(f"validation loss {first['val_loss']:.2f} -> {last['val_loss']:.2f}, "
+    ce = f"val_ce_{run.config.num_loops}"
+    run.say(f"validation loss at full depth {first[ce]:.2f} -> {last[ce]:.4f}, "
             f"mean ||H_K|| {first['val_final_norm']:.1f} -> {last['val_final_norm']:.1f}: "
             f"see {run.out}/curves.png, then run\npython looped_gpt.py {run.out}")
 
@@ -470,7 +477,7 @@ def print_loops(model, batches):
 @dataclass
 class Arguments:
     prompt: str = None  # text to continue; without it, the table of loops is printed
-    loops: Count = None  # exit after this loop; by default after the trained number
+    loops: str = None  # exit after this loop, or each of some, as 1,2; by default the trained one
     max_new_tokens: int = 200  # how many tokens to generate
     temperature: Annotated[float, 0, 100] = 0.8  # 0: greedy
     top_k: int = 50  # sample from the k likeliest; 0: from all
@@ -487,12 +494,16 @@ def main(argv):
     path, a = train.parse_run(usage, Arguments, argv)
     model, options, tokenizer = train.load_model(path, "looped_gpt", LoopedGPT)
     if a.prompt is None:
-        _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
+        _, batches = train.validation_batches(options, tokenizer, model)
         return print_loops(model, batches)
     prompt = train.encode_prompt(tokenizer, a.prompt)
     idx = torch.tensor([prompt], device=model.wte.weight.device)
-    text = model.generate(idx, a.max_new_tokens, a.loops, a.temperature, a.top_k, a.seed)
-    print(tokenizer.decode(text[0].tolist()))
+    loops = train.loop_counts(a.loops) or [model.config.num_loops]
+    for num_loops in loops:
+        if len(loops) > 1:
+            print(f"--- exit after loop {num_loops}")
+        text = model.generate(idx, a.max_new_tokens, num_loops, a.temperature, a.top_k, a.seed)
+        print(tokenizer.decode(text[0].tolist()))
 
 
 if __name__ == "__main__":

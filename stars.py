@@ -26,7 +26,7 @@ after loop t, N = T D, J the (N, N) Jacobian of one loop. A row is one sequence 
 import itertools
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -94,7 +94,9 @@ PRESETS = {
                   grad_clip=0.0, max_steps=10_000, batch_size=512, log_interval=50,
                   eval_interval=500, eval_batches=4),
 }
-SHOW = ("loops", "jsrr", "val_exact")  # printed beside the loss, and drawn in curves.png
+SHOW = ("loops", "jsrr", "val_exact")  # printed beside the loss
+CURVES = (("loss", "log", ("train_loss", "val_loss")),  # the panels of curves.png
+          ("exact match", "linear", ("val_exact",)), ("JSRR, mean ||J^T v||^2", "log", ("jsrr",)))
 LOOPS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256)  # where a trained model is measured
 
 
@@ -229,7 +231,11 @@ class LoopedTransformer(nn.Module):
 
     def embed(self, idx, cache=None, start=0):
         """h^(0), (B, T, D), of tokens (B, T) at positions start ..: embeddings, then prelude."""
-        positions = self.wpe.weight[start:start + idx.shape[1]]
+        end = start + idx.shape[1]
+        if end > self.config.block_size:
+            raise UserError(f"{end} tokens are more than the model's window of "
+                            f"{self.config.block_size}, --block_size: cut the text into windows")
+        positions = self.wpe.weight[start:end]
         h = self.dropout(self.wte(idx) + positions)
         return self.run_blocks(h, self.prelude, cache, 0, start)
 
@@ -444,7 +450,7 @@ class AdditionData:
         return self.encode(*self.operands(split, i, self.options.step_rows))
 
 
-DATA = {"addition": AdditionData}
+DATA = {"addition": AdditionData}  # {--dataset=NAME: class}; what it must have: see train.py's Data
 
 
 # --------------------------------------------------------------------------------------------------
@@ -592,10 +598,11 @@ def exact_match(model, idx, targets, loops):
 
 
 def held_out_sums(model, options, n):
-    """n held-out sums as (idx, targets), each (n, T), always the same, on the model's device."""
-    data = train.load_data(options, model.config)
+    """n held-out sums, or rows of the run's own task, as (idx, targets), each (n, T), always the
+    same, on the model's device."""
+    data = train.load_data(replace(options, batch_size=n, grad_accum=1), model.config)
     device = model.wte.weight.device
-    idx, targets = data.encode(*data.operands("val", 0, n))
+    idx, targets = data.batch("val", 0)
     return idx.to(device), targets.to(device)
 
 
@@ -603,11 +610,11 @@ def held_out_sums(model, options, n):
 # python stars.py RUN
 
 def load_run(path):
-    """(model, options) of a run that was trained on sums."""
+    """(model, options) of a run that was trained on sums, or on another task in DATA."""
     model, options, _ = train.load_model(path, "stars", LoopedTransformer)
     if options.dataset not in DATA:
         raise UserError(f"{path} was trained on {options.dataset}, and this needs a model that was "
-                        f"trained on sums: python train.py stars")
+                        f"trained on sums, or on another task in DATA: python train.py stars")
     return model, options
 
 
@@ -616,9 +623,10 @@ def against_loops(model, idx, targets, loops):
     the exact matches, and `convergence` up to one loop more than the largest count."""
     c = model.config
     print(f"{c.placement} {c.norm}, {c.loop_sampling} loops, lambda {c.jsrr_lambda}; {len(idx)} "
-          f"held-out sums", flush=True)
-    accuracy = exact_match(model, idx, targets, loops)
-    dynamics = convergence(model, idx[:250], max(loops) + 1)
+          f"held-out rows", flush=True)
+    with train.waiting_for(f"running {max(loops) + 1} loops"):
+        accuracy = exact_match(model, idx, targets, loops)
+        dynamics = convergence(model, idx[:250], max(loops) + 1)
     print("loops t   exact match   ||h^(t+1) - h^(t)|| / ||h^(t)||   mean ||h^(t)||")
     for t, exact in accuracy.items():
         relative_step, norm = dynamics[t, 0], dynamics[t - 1, 1]
@@ -628,6 +636,8 @@ def against_loops(model, idx, targets, loops):
 
 def ask(model, data, question, loops):
     """Print the model's answer to one sum at each loop count."""
+    if not hasattr(data, "parse"):
+        raise UserError(f"--ask is for sums: {type(data).__name__} has no parse(question)")
     a, b = data.parse(question)
     prompt = f"{a}{data.symbol}{b}="
     idx = torch.tensor([data.tokenizer.encode(prompt)], device=model.wte.weight.device)

@@ -8,8 +8,8 @@ the papers.
 
 In the order below: what a value may be, options and command line, files, text and tokenizers,
 batches, cross-entropy, device and optimiser, checkpoints, log, the run. A script brings
-`Config`, `PRESETS`, `SHOW`, `DATA` where it has tasks of its own, and `train_model(run)`, its
-visible training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
+`Config`, `PRESETS`, `SHOW`, `CURVES`, `DATA` where it has tasks of its own, and `train_model(run)`,
+its visible training loop; its model brings `blocks`, `loss(idx, targets)` and `flops_per_token()`.
 """
 import argparse
 import base64
@@ -24,7 +24,6 @@ import http.client
 import importlib
 import inspect
 import io
-import itertools
 import json
 import math
 import os
@@ -162,18 +161,26 @@ def nearest(word, known):
     return f"did you mean {', '.join(close)}?" if close else f"choose from {', '.join(known)}"
 
 
-class Parser(argparse.ArgumentParser):
-    """--field=value for every field of the dataclasses."""
+FIRST = ("dataset", "max_steps", "batch_size", "lr", "out_dir")  # what people change first
+ELSEWHERE = {"learning_rate": "lr", "context_length": "block_size", "d_model": "n_embd",
+             "hidden_size": "n_embd"}  # the names of other projects: our own
 
-    def __init__(self, usage, *classes, epilog=None):
+
+class Parser(argparse.ArgumentParser):
+    """--field=value for every field of the dataclasses. values: {field: what it will be} where
+    that is not the dataclass's default."""
+
+    def __init__(self, usage, *classes, values=None, epilog=None):
         super().__init__(usage=usage, epilog=epilog, allow_abbrev=False,
                          formatter_class=argparse.RawTextHelpFormatter)
         self.fields = []
+        self.values = values or {}
+        first = self.add_argument_group("changed most often")
         for cls in classes:
             comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M))
-            group = self.add_argument_group(f"{cls.__module__}.{cls.__name__}")
+            rest = self.add_argument_group(f"{cls.__module__}.{cls.__name__}")
             for f in dataclasses.fields(cls):
-                self.add_field(group, f, comments.get(f.name, ""))
+                self.add_field(first if f.name in FIRST else rest, f, comments.get(f.name, ""))
 
     def add_field(self, group, field, comment):
         if field.type is bool:
@@ -182,20 +189,30 @@ class Parser(argparse.ArgumentParser):
             takes = {"choices": get_args(field.type)}
         else:
             takes = {"type": type_and_range(field.type)[0]}
-        help_text = f"{comment} [{field.default}]".replace("%", "%%")
+        value = self.values.get(field.name, field.default)
+        help_text = f"{comment} [{value}]".replace("%", "%%")
         group.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=help_text, **takes)
         self.fields.append(f"--{field.name}")
 
     def error(self, message):
         raise UserError(message)
 
+    def plain_flag(self, word):
+        """--resume or --no-resume for --resume=True or --resume=false; any other word as it is."""
+        name, _, value = word.partition("=")
+        is_flag = f"--no-{name[2:]}" in self._option_string_actions
+        if not is_flag or value.lower() not in ("true", "false"):
+            return word
+        return name if value.lower() == "true" else f"--no-{name[2:]}"
+
     def parse(self, argv):
         """The fields that argv sets, as a dict; UserError names the nearest to an unknown one."""
         global DATA_DIR
-        values, unknown = self.parse_known_args(argv)
+        values, unknown = self.parse_known_args([self.plain_flag(word) for word in argv])
         if unknown:
             word = unknown[0].split("=")[0]
-            advice = nearest(word, self.fields)
+            name = word.lstrip("-").replace("-", "_")
+            advice = nearest(f"--{ELSEWHERE.get(name, name)}", self.fields)
             if word == "--sweep":
                 advice = "type python experiments/NAME.py SWEEP; experiments/README.md lists them"
             raise UserError(f"{word}: no such field; {advice}")
@@ -301,7 +318,7 @@ def write_csv(path, rows):
     """Rows (dicts) under the union of their columns."""
     columns = []
     if "step" in rows[0]:  # log.csv: these first, in this order
-        columns = ["step", "tokens", "train_loss", "val_loss", "lr", "tokens_per_sec", "mfu"]
+        columns = ["step", "tokens", "train_loss", "val_loss", "lr", "tokens_per_sec"]
     for row in rows:
         columns += [name for name in row if name not in columns]
     with atomic_write(path, "w") as f:
@@ -633,9 +650,10 @@ def token_cache(options, vocab_size):
     with locked(cache / "cache.lock", "train.bin", "val.bin", "test.bin", "tokenizer.json"):
         spec = read_cache(cache)
         if not spec:
-            texts = read_splits(options.dataset, source)
-            tokenizer = fit_tokenizer(options.tokenizer, texts, vocab_size, data_dir)
-            build_cache(cache, tokenizer, options.dataset, texts)
+            with waiting_for(f"building the token cache of {options.dataset}"):
+                texts = read_splits(options.dataset, source)
+                tokenizer = fit_tokenizer(options.tokenizer, texts, vocab_size, data_dir)
+                build_cache(cache, tokenizer, options.dataset, texts)
             spec = tokenizer.spec
     tokenizer = build_tokenizer(spec, data_dir)
     tokens = {}
@@ -646,10 +664,11 @@ def token_cache(options, vocab_size):
 
 
 # --------------------------------------------------------------------------------------------------
-# Data. `batch(split, i)` gives (idx, targets), each (B, T) int64, of a whole step, which may be
-# split into micro-batches and shared out between processes. Batch i is a pure function of the seed
-# and i, so that resuming is exact, and of the sequences in a step, however they are split. Targets
-# are -1 where there is no loss.
+# Data: a class, made of (options, config), with `options`, `tokenizer`, `vocab_size`, `T` (tokens
+# in a window), `steps_per_epoch` and `batch(split, i)`, which gives (idx, targets), each (B, T)
+# int64, of a whole step. That may be split into micro-batches and shared out between processes.
+# Batch i is a pure function of the seed and i, so that resuming is exact, and of the sequences in a
+# step, however they are split. Targets are -1 where there is no loss.
 
 VALIDATION = 2 ** 96 - 1  # in the place of a seed: the validation split is the same at every seed
 
@@ -720,20 +739,24 @@ def micro_batches(data, split, i):
         yield idx[:, :T], targets[:, :T]
 
 
-def validation_batches(options, tokenizer, model, n):
-    """A trained run's data, and the first n validation micro-batches on the model's device."""
-    print(f"validation split of {options.dataset}, the data that the run names", file=sys.stderr)
+def validation_batches(options, tokenizer, model, n=None):
+    """A trained run's data, and on the model's device the first n of the micro-batches on which
+    training evaluates, by default all."""
+    total = options.eval_batches * options.grad_accum
+    n = min(n or total, total)
+    print(f"validation split of {options.dataset}, the data that the run names: {n} of the {total} "
+          f"batches of an evaluation in training", file=sys.stderr)
     data = load_data(options, model.config)
     if data.tokenizer.spec != tokenizer.spec:
         raise UserError(f"--dataset={options.dataset} now has another vocabulary than the run was "
                         f"trained with")
     device = next(model.parameters()).device
     batches = []
-    for i in itertools.count():
+    for i in range(options.eval_batches):
         for idx, targets in micro_batches(data, "val", i):
-            batches.append((idx.to(device), targets.to(device)))
-            if len(batches) == n:
-                return data, batches
+            if len(batches) < n:
+                batches.append((idx.to(device), targets.to(device)))
+    return data, batches
 
 
 # --------------------------------------------------------------------------------------------------
@@ -916,6 +939,9 @@ def compile_blocks(model, device, choice):
         return
     # Compute what is cheap again in the backward pass: a third of the memory.
     torch._functorch.config.ban_recompute_materialized_backward = False
+    if is_main_process():
+        print("torch.compile is on: the first evaluation and the first steps wait for it, up to "
+              "some minutes", file=sys.stderr)
     for block in model.blocks:
         # Not fullgraph=True, with which a run ends at that limit: so it warns and goes on.
         block.compile()
@@ -1137,6 +1163,22 @@ def load_random_state(run, every_rng):
 # --------------------------------------------------------------------------------------------------
 # log.csv, the lines that are printed, and curves.png
 
+LOGGERS = []  # functions of a row of log.csv, a dict: LOGGERS.append(wandb.log) sends all to W&B
+
+
+@contextlib.contextmanager
+def waiting_for(what):
+    """Say what a wait is for, once it has taken 10 seconds."""
+    timer = threading.Timer(10, print, [f"{what} .."], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if is_main_process():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 SIGPIPE = 13  # where there is one: nobody reads our output
 
 
@@ -1192,8 +1234,9 @@ class Interrupts:
 class Log:
     """The clock between two rows of log.csv, and the line that each row is printed as."""
 
-    def __init__(self, show):
+    def __init__(self, show, curves):
         self.show = show  # the script's own quantities in the line
+        self.curves = curves  # and the panels of its curves.png
 
     def start_clock(self, step, tokens):
         """From here on speed is measured."""
@@ -1211,7 +1254,8 @@ class Log:
         if "train_loss" in row:
             line += f"  loss {row['train_loss']:.4f}"
             line += "".join(f"  {name} {row[name]:.3g}" for name in shown if "val_" not in name)
-            line += f"  {row['tokens_per_sec']:,.0f} tok/s  mfu {row['mfu']:.1%}"
+            line += f"  {row['tokens_per_sec']:,.0f} tok/s"
+            line += f"  mfu {row['mfu']:.1%}" if "mfu" in row else ""
             line += f"  {seconds_left // 60}:{seconds_left % 60:02} left"
         if "val_loss" in row:
             line += f"  val {row['val_loss']:.4f}"
@@ -1236,17 +1280,22 @@ def load_log(run):
 
 
 def draw_curves(run):
-    """curves.png: training and validation loss, and one panel per quantity of the script's SHOW."""
-    shown = [name for name in run.log.show if any(name in row for row in run.rows)]
-    panels = [("train_loss", "val_loss")] + [(name,) for name in shown]
+    """curves.png: a panel for each (label, scale of y, columns of log.csv) of the script's CURVES
+    of which something was logged."""
+    logged = set().union(*run.rows)
+    panels = [panel for panel in run.log.curves if logged & set(panel[2])]
     figure, axes = new_figure(len(panels))
-    for axis, names in zip(axes, panels):
+    for axis, (label, scale, names) in zip(axes, panels):
+        late = []  # the values after the first twentieth, which may start far above the rest
         for name in names:
-            logged = [row for row in run.rows if name in row]
-            axis.plot([row["step"] for row in logged], [row[name] for row in logged], label=name)
-        is_positive = any(row.get(names[0], 0) > 0 for row in run.rows)
-        yscale = "log" if len(names) == 1 and is_positive else "linear"
-        axis.set(xlabel="step", ylabel=", ".join(names), yscale=yscale)
+            points = [(row["step"], row[name]) for row in run.rows if name in row]
+            style = "o-" if name.startswith("val_") else "-"
+            axis.plot(*zip(*points), style, markersize=3, alpha=0.8, label=name)
+            late += [value for step, value in points if step >= run.max_steps / 20]
+        if scale == "linear" and late:
+            margin = 0.05 * (max(late) - min(late)) or 0.05
+            axis.set_ylim(min(late) - margin, max(late) + margin)
+        axis.set(xlabel="step", ylabel=label, yscale=scale, xlim=(0, run.max_steps))
         axis.legend()
     figure.suptitle(f"{run.name}-{run.preset}")
     figure.savefig(run.out / "curves.png", dpi=120)
@@ -1306,7 +1355,7 @@ def share_out(run, split, indices):
 class Run:
     """One training run; `prepare` to `finish` stand in the order in which a script calls them."""
 
-    def __init__(self, name, preset, config, options, show):
+    def __init__(self, name, preset, config, options, show, curves):
         self.name = name
         self.preset = preset
         self.options = options
@@ -1318,7 +1367,7 @@ class Run:
         self.tokens = 0  # that they have seen, of all processes
         self.best = math.inf  # validation loss
         self.rows = []  # of log.csv
-        self.log = Log(show)
+        self.log = Log(show, curves)
         self.interrupts = Interrupts()
         self.rank = int(os.environ.get("RANK", 0))  # both set by torchrun
         self.world = int(os.environ.get("WORLD_SIZE", 1))
@@ -1353,15 +1402,18 @@ class Run:
         self.model = model.to(self.device)
         self.optimizers = build_optimizers(model, self.options)
         self.bad_step = torch.zeros((), device=self.device)  # the first that was not finite
+        self.peak = None  # FLOP/s of the GPUs
         if self.rank:
             torch.manual_seed(self.options.seed + self.rank)  # dropout differs between processes
         prepare_directory(self)
         compile_blocks(model, self.device, self.options.compile)
-        self.peak = matmul_peak(self.device, self.dtype) * self.world
         size = sum(p.numel() for p in model.parameters())
-        self.say(f"{self.name}-{self.preset} on {self.options.dataset}: {size / 1e6:.2f}M "
-                 f"parameters, {self.device}, {str(self.dtype)[6:]}, matmul peak "
-                 f"{self.peak / 1e12:.2f} TFLOP/s, into {self.out}")
+        line = (f"{self.name}-{self.preset} on {self.options.dataset}: {size / 1e6:.2f}M "
+                f"parameters, {self.device}, {str(self.dtype)[6:]}, into {self.out}")
+        if self.device.type == "cuda":  # a CPU is shared with others: no peak, and so no MFU
+            self.peak = matmul_peak(self.device, self.dtype) * self.world
+            line += f", matmul peak {self.peak / 1e12:.2f} TFLOP/s"
+        self.say(line)
         self.interrupts.listen()
         self.log.start_clock(self.step, self.tokens)
         if not self.rows:  # at the start, or where log.csv is gone
@@ -1457,13 +1509,13 @@ class Run:
 
 @torch.no_grad()
 def evaluate(run):
-    """Mean loss, over targets, and metrics of the validation windows, as val_* columns."""
+    """Mean loss, over targets, and metrics of the validation windows, as val_* columns; without
+    autocast, so that a report on the run finds the same numbers."""
     o = run.options
     run.model.eval()
     totals = collections.Counter()
     for idx, targets, num_targets in share_out(run, "val", range(o.eval_batches)):
-        with run.autocast():
-            loss, metrics = run.model.loss(idx, targets, num_targets=num_targets)
+        loss, metrics = run.model.loss(idx, targets, num_targets=num_targets)
         for name, value in {"loss": loss, **metrics}.items():
             totals[f"val_{name}"] += run.mean(value) / (o.eval_batches * o.grad_accum)
     run.model.train()
@@ -1498,12 +1550,16 @@ def log_step(run, validate):
             row[name] = run.mean(value)
         row["lr"] = run.optimizers[0].param_groups[0]["lr"]
         row["tokens_per_sec"] = tokens_per_sec
-        row["mfu"] = run.model.flops_per_token() * tokens_per_sec / run.peak
+        if run.peak:
+            row["mfu"] = run.model.flops_per_token() * tokens_per_sec / run.peak
     if validate:
-        row |= evaluate(run)
+        with waiting_for("evaluating"):
+            row |= evaluate(run)
     run.rows.append(row)
     if run.is_main_process:
         write_csv(run.out / "log.csv", run.rows)
+        for log in LOGGERS:
+            log(row)
         if validate and row["val_loss"] < run.best:
             run.best = row["val_loss"]
             save_training(run, "best.pt")
@@ -1568,7 +1624,8 @@ def launch(name, module, preset, overrides):
             fields = module.PRESETS[preset]
         fields = fields | overrides | {"out_dir": str(out)}
         config, options = split_fields(fields, module.Config, Options)
-        run = Run(name, preset, module.Config(**config), Options(**options), module.SHOW)
+        run = Run(name, preset, module.Config(**config), Options(**options), module.SHOW,
+                  module.CURVES)
         try:
             module.train_model(run)
         except (RuntimeError, MemoryError) as error:
@@ -1614,13 +1671,18 @@ def out_of_memory(error):
 
 
 def training_parser(usage, module):
-    """A Parser for --preset and for every field of a script's Config and of Options."""
+    """A Parser for --preset and for every field of a script's Config and of Options. The help shows
+    the values of the first preset, which is the default."""
+    default = next(iter(module.PRESETS))
+    out_dir = f"out/{Path(module.__file__).stem}-{default}"
     lines = ["presets, the first by default, and what they set:"]
     for name, fields in module.PRESETS.items():
         lines.append(f"  {name}: " + " ".join(f"--{k}={v}" for k, v in fields.items()))
     epilog = "\n".join(lines).replace("%", "%%")
-    parser = Parser(usage, module.Config, Options, epilog=epilog)
-    parser.add_argument("--preset", choices=module.PRESETS)
+    parser = Parser(usage, module.Config, Options, epilog=epilog,
+                    values=module.PRESETS[default] | {"out_dir": out_dir})
+    parser.add_argument("--preset", choices=module.PRESETS,
+                        help=f"a set of values, listed at the end [{default}]")
     return parser
 
 

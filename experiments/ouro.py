@@ -82,7 +82,8 @@ PRESETS = {
                  lr=1e-6, beta2=0.95, weight_decay=0.0, schedule="wsd", warmup_steps=1250,
                  decay_share=0.1, log_interval=10, eval_interval=500, eval_batches=32),
 }
-SHOW = ("loops", "jsrr")  # printed beside the loss, and drawn in curves.png
+SHOW = ("loops", "jsrr")  # printed beside the loss
+CURVES = (("loss", "log", ("train_loss", "val_loss")), ("JSRR", "log", ("jsrr",)))  # in curves.png
 ANSWER_LOOPS = (1, 2, 3, 4, 6, 8, 12, 16)  # where held-out solutions are measured
 
 

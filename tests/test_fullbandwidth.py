@@ -551,7 +551,9 @@ def test_a_run_prints_its_passes_and_continues_a_prompt_in_every_mode(tmp_path, 
         fullbandwidth.main([str(out), "--prompt=0110", f"--mode={mode}", "--max_new_tokens=40", "--stop=2"])
         texts.append(capsys.readouterr().out.strip())
     assert all(re.fullmatch("0110([01]{40}|[01]*2)", text) for text in texts)
-    for argv, message in ((["--prompt="], "an empty prompt"), (["--prompt=01", "--mode=sotf"], "invalid choice"),
+    fullbandwidth.main([str(out), "--prompt=0110", "--mode=soft,fused", "--max_new_tokens=40", "--stop=2"])
+    assert capsys.readouterr().out.splitlines() == ["--- soft", texts[1], "--- fused", texts[2]]
+    for argv, message in ((["--prompt="], "an empty prompt"), (["--prompt=01", "--mode=sotf"], "--mode=sotf: no such mode; did you mean soft"),
                           (["--prompt=abc"], "not in the vocabulary"), ([f"--prompt={'0' * 17}"], "longer than"),
                           (["--prompt=0", "--prefill_passes=0"], "prefill_passes")):
         with pytest.raises(UserError, match=message):

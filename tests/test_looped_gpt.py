@@ -280,7 +280,7 @@ def test_a_run_answers_with_one_small_table_that_shows_the_claim(tmp_path, capsy
                       looped_gpt.radial_gradient_fraction(model, batches)[k].item(), dynamics[k, 2].item()]
             assert [float(x) for x in line.split()] == pytest.approx(values, rel=0.06, abs=1e-5)  # printed rounded
         assert set(out.iterdir()) == files  # no figure
-    for argument, message in (("--loops=1,2", "--loops: invalid int value"), ("--eval=x", "--eval: no such field")):
+    for argument, message in (("--loops=1,2", "--loops has no effect here"), ("--eval=x", "--eval: no such field")):
         with pytest.raises(train.UserError, match=message):
             looped_gpt.main([str(out), argument])
 

@@ -378,7 +378,7 @@ def test_a_run_prints_one_table_and_its_answers(run, capsys):
     files = set(run.iterdir())
     stars.main([str(run), "--loops=1,4,20"])
     settings, title, *rows = capsys.readouterr().out.splitlines()
-    assert "2000 held-out sums" in settings and "exact match" in title and [int(row.split()[0]) for row in rows] == [1, 4, 20]
+    assert "2000 held-out rows" in settings and "exact match" in title and [int(row.split()[0]) for row in rows] == [1, 4, 20]
     model, options = stars.load_run(run)
     idx, targets = stars.held_out_sums(model, options, 2000)
     before, at, after = list(stars.trajectory(model, idx[:250], 5))[3:]

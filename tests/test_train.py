@@ -66,11 +66,36 @@ def test_help_lists_every_field_with_its_meaning(capsys):
                 assert re.search(rf"--{name}[ ,].{{0,80}}\w+.*?\[", text), name
 
 
+def test_help_begins_with_what_people_change_and_says_what_will_run(capsys):
+    for module in (looped_gpt, stars, fullbandwidth):
+        with pytest.raises(SystemExit):
+            train.main([module.__name__, "--help"])
+        text = capsys.readouterr().out
+        first, own, _ = re.split(r"\n(?:%s.Config|train.Options):\n" % module.__name__, text)
+        shown = re.findall(r"^  --(\w+)", first, re.M)
+        assert shown == ["preset", "dataset", "out_dir", "max_steps", "batch_size", "lr"]
+        preset, fields = next(iter(module.PRESETS.items()))
+        values = vars(module.Config()) | vars(Options()) | fields | {"out_dir": f"out/{module.__name__}-{preset}"}
+        for name, value in values.items():
+            assert re.search(rf"--{name}[ ,][^\[]*\[{re.escape(str(value))}\]", text), name
+        assert "--n_embd" in own
+
+
+def test_a_flag_takes_a_value_as_every_other_field_does():
+    for words, value in ((["--tied"], True), (["--tied=True"], True), (["--tied=true"], True), (["--no-tied"], False),
+                         (["--tied=False"], False), (["--tied=false"], False)):
+        parser = train.training_parser("", fullbandwidth)
+        assert parser.parse(words) == {"tied": value, "preset": None}
+
+
 @pytest.mark.parametrize("argv, message", [
     (["looped_gtp"], "did you mean looped_gpt?"),
     (["looped_gpt", "--preset=44"], "invalid choice: '44' (choose from"),
     (["looped_gpt", "--sweep=table1"], "--sweep: no such field; type python experiments/NAME.py SWEEP"),
     (["looped_gpt", "--max_step=3"], "did you mean --max_steps"),
+    (["looped_gpt", "--learning_rate=3"], "--learning_rate: no such field; did you mean --lr"),
+    (["looped_gpt", "--hidden-size=3"], "did you mean --n_embd"),
+    (["looped_gpt", "--resume=maybe"], "--resume/--no-resume: ignored explicit argument 'maybe'"),
     (["looped_gpt", "--readout=rms"], "choose from"),
     (["looped_gpt", "--lr=fast"], "--lr: invalid float value"),
     (["looped_gpt", "--num_loops=0"], "--num_loops=0: expected a whole number from 1 to 10,000"),
@@ -120,12 +145,45 @@ def test_a_run_leaves_its_files_and_a_log_with_the_promised_columns(command):
     assert {p.name for p in out.iterdir()} == {"config.json", "log.csv", "ckpt.pt", "best.pt", "curves.png", "run.lock"}
     rows = train.read_csv(out / "log.csv")
     assert [r["step"] for r in rows] == list(range(9))
-    assert list(rows[3])[:7] == ["step", "tokens", "train_loss", "val_loss", "lr", "tokens_per_sec", "mfu"]
+    assert list(rows[3])[:6] == ["step", "tokens", "train_loss", "val_loss", "lr", "tokens_per_sec"]
+    assert all("mfu" not in row for row in rows)  # on a CPU, which others use too, it would say nothing
     assert {"final_norm", "val_ce_4"} <= rows[3].keys()
     assert rows[-1]["tokens"] == 8 * 4 * 16
     best = train.load_checkpoint(out / "best.pt", "looped_gpt")
     assert best["best"] == min(r["val_loss"] for r in rows if "val_loss" in r)
     assert json.loads((out / "config.json").read_text())["config"]["norm_penalty"] == 0.01
+
+
+def test_a_report_finds_the_loss_that_training_ended_with(tmp_path, data_dir, capsys):
+    """The same windows, also in micro-batches, and the same precision."""
+    for name, fields, column in (("looped_gpt", [], "val_ce_4"), ("fullbandwidth", ["--n_kv_head=1"], "val_ce_2")):
+        out = tmp_path / name
+        train.main([name, *[f for f in TINY if name == "looped_gpt" or "dropout" not in f], *fields, "--eval_batches=3",
+                    "--grad_accum=2", "--dtype=bfloat16", f"--data_dir={data_dir}", f"--out_dir={out}"])
+        logged = train.read_csv(out / "log.csv")[-1][column]
+        capsys.readouterr()
+        {"looped_gpt": looped_gpt, "fullbandwidth": fullbandwidth}[name].main([str(out), f"--data_dir={data_dir}"])
+        report = capsys.readouterr()
+        assert "6 of the 6 batches of an evaluation" in report.err
+        row, = (line.split() for line in report.out.splitlines() if line.split()[0] == column[-1])
+        assert float(row[1]) == pytest.approx(logged, rel=1e-3)  # four digits are printed
+
+
+def test_a_long_wait_says_what_it_is_for(capsys, monkeypatch):
+    timer = threading.Timer
+    monkeypatch.setattr(threading, "Timer", lambda seconds, *arguments: timer(seconds / 100, *arguments))
+    for seconds, said in ((0, ""), (0.5, "evaluating ..\n")):
+        with train.waiting_for("evaluating"):
+            time.sleep(seconds)
+        assert capsys.readouterr().err == said
+
+
+def test_every_logger_gets_every_row(command, monkeypatch):
+    rows = []
+    monkeypatch.setattr(train, "LOGGERS", [rows.append])
+    out = command()
+    assert [row["step"] for row in rows] == list(range(9))
+    assert [row.get("val_loss") for row in rows] == [row.get("val_loss") for row in train.read_csv(out / "log.csv")]
 
 
 def test_a_directory_that_holds_a_run_is_not_overwritten_by_accident(command, capsys, tmp_path, data_dir):
@@ -363,6 +421,9 @@ def test_generating_from_a_run(command, capsys):
     assert first.startswith("The ") and len(first) == 4 + 30 + 1
     looped_gpt.main([str(out / "best.pt"), "--prompt=The ", "--loops=2", "--max_new_tokens=30"])
     assert first == capsys.readouterr().out  # best is last here, and the seed is fixed
+    looped_gpt.main([str(out), "--prompt=The ", "--loops=1,2", "--max_new_tokens=30"])
+    one, two = capsys.readouterr().out.split("--- exit after loop 2\n")
+    assert one.startswith("--- exit after loop 1\nThe ") and two == first
     assert "required: RUN" in error_of(capsys, "--prompt=The ", main=looped_gpt.main)
     for argument, message in (("--prompt=\u2603", "not in the vocabulary: '\u2603'"), ("--prompt=", "--prompt is empty"),
                               ("--loops=0", "--loops=0: expected a whole number from 1 to 10,000"),
