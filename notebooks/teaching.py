@@ -24,7 +24,7 @@ START = time.perf_counter()
 set_matplotlib_formats("retina")
 plt.rcParams.update({
     "figure.figsize": (9, 3.8), "figure.dpi": 72, "figure.constrained_layout.use": True, "font.size": 13,
-    "axes.titlesize": 14, "axes.labelsize": 13, "legend.fontsize": 11, "lines.linewidth": 2.2, "lines.markersize": 6,
+    "axes.titlesize": 14, "axes.labelsize": 13, "legend.fontsize": 12, "lines.linewidth": 2.2, "lines.markersize": 6,
     "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
     "axes.prop_cycle": plt.cycler(color=COLOURS, linestyle=["-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2))]),
 })
@@ -84,7 +84,7 @@ def show_film(figure, draw, frames, milliseconds=250):
     plt.close(figure)
     html = re.sub(r'<link rel="stylesheet"\s+href="https?://[^>]*>', "", html)  # the icons' font, from a server
     for icon, sign in (("fast-backward", "⏮"), ("step-backward", "◁|"), ("play fa-flip-horizontal", "◀"), ("pause", "⏸"),
-                       ("play", "▶"), ("step-forward", "|▷"), ("fast-forward", "⏭"), ("minus", "slower"), ("plus", "faster")):
+                       ("play", "▶"), ("step-forward", "|▷"), ("fast-forward", "⏭"), ("minus", "−"), ("plus", "+")):
         html = html.replace(f'<i class="fa fa-{icon}"></i>', sign)
     display(HTML(html))
 
