@@ -3,7 +3,9 @@ script's source shown in place, a progress line, and the checking of exercises.
 
 A notebook's first cell finds the repository, puts it and this folder on sys.path, and then does `from teaching import *`.
 """
+import base64
 import inspect
+import io
 import re
 import textwrap
 import time
@@ -14,9 +16,10 @@ import torch
 from IPython.display import HTML, Markdown, Pretty, display
 from matplotlib.animation import FuncAnimation
 from matplotlib_inline.backend_inline import set_matplotlib_formats
+from PIL import Image
 
 __all__ = ["plt", "COLOURS", "BLUE", "ORANGE", "GREEN", "PINK", "SKY", "RED", "YELLOW", "GREY", "animate", "arrow", "box",
-           "check", "draw_loop_with_readouts", "draw_two_channels", "elapsed", "progress", "show_source", "sketch"]
+           "check", "draw_loop_with_readouts", "draw_two_channels", "elapsed", "progress", "show_source"]
 
 # Okabe and Ito's palette, told apart by colour-blind readers and in print (with the line styles that go round with it).
 BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800"
@@ -98,41 +101,43 @@ def animate(figure, draw, frames, milliseconds=400):
     movie = FuncAnimation(figure, draw, frames=frames, interval=milliseconds)
     page = movie.to_jshtml(default_mode="once")
     plt.close(figure)
+    page = re.sub(r'"data:image/png;base64,([^"]*)"', lambda found: f'"data:image/png;base64,{smaller_png(found[1])}"', page)
     page = re.sub(r'<link rel="stylesheet"\s+href="[^"]*">', "", page)
     for name, icon in ICONS.items():
         page = page.replace(f'<i class="fa fa-{name}"></i>', icon)
-    last = re.findall(r'"(data:image/png;base64,[^"]*)"', page)[-1].replace("\\\n", "")
+    last = re.findall(r'"(data:image/png;base64,[^"]*)"', page)[-1]
     page = re.sub(r'<img id="(_anim_img\w+)">', lambda found: f'<img id="{found[1]}" src="{last}" style="max-width: 100%">', page)
     display(HTML(page))
 
 
+def smaller_png(text):
+    """A PNG in base64, with at most 64 colours: a third of the size, and enough for lines on white."""
+    picture = Image.open(io.BytesIO(base64.b64decode(text.replace("\\\n", "")))).convert("RGB")
+    result = io.BytesIO()
+    picture.quantize(64).save(result, "png", optimize=True)
+    return base64.b64encode(result.getvalue()).decode()
+
+
 # The drawings of the models.
 
-def sketch(width=12, height=4.0, figsize=None):
-    """A figure of one empty axis on which a unit is as long across as upwards."""
-    figure, axis = plt.subplots(figsize=figsize or (width, height))
-    axis.set(xlim=(0, width), ylim=(0, height), aspect="equal")
-    axis.axis("off")
-    return figure, axis
-
-
 def box(axis, x, y, text, colour="white", width=1.0, height=0.6, **text_style):
-    """A box with round corners around (x, y)."""
+    """A box with round corners around (x, y), which hides what is behind it."""
     axis.add_patch(plt.matplotlib.patches.FancyBboxPatch(
         (x - width / 2, y - height / 2), width, height, boxstyle="round,pad=0,rounding_size=0.1", facecolor=colour,
-        edgecolor="black", linewidth=1.3))
-    axis.text(x, y, text, ha="center", va="center", **text_style)
+        edgecolor="black", linewidth=1.3, zorder=4))
+    axis.text(x, y, text, ha="center", va="center", zorder=5, **text_style)
 
 
-def arrow(axis, start, end, colour="black", linewidth=1.8, linestyle="-", bend=0.0):
+def arrow(axis, start, end, colour="black", linewidth=1.8, linestyle="-"):
     axis.annotate("", end, start, arrowprops=dict(
-        arrowstyle="-|>", color=colour, linewidth=linewidth, linestyle=linestyle, shrinkA=0, shrinkB=0,
-        mutation_scale=16, connectionstyle=f"arc3,rad={bend}"))
+        arrowstyle="-|>", color=colour, linewidth=linewidth, linestyle=linestyle, shrinkA=0, shrinkB=0, mutation_scale=16))
 
 
 def draw_loop_with_readouts(num_loops=4):
     """Paper 1's model: one stack applied again and again, and a readout of the state after every loop."""
-    figure, axis = sketch(12, 4.3)
+    figure, axis = plt.subplots(figsize=(12, 4.3))
+    axis.set(xlim=(0, 12), ylim=(0, 4.3), aspect="equal")
+    axis.axis("off")
     y, above = 1.0, 2.35
     box(axis, 0.95, y, "embeddings\n$H_0$", SKY, 1.5, 0.8)
     for k in range(1, num_loops + 1):
