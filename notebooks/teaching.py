@@ -1,20 +1,25 @@
-"""What the notebooks share and a reader may skip: the look of the pictures, a progress line, and the checking of exercises.
+"""What the notebooks share and a reader may skip: the look of the pictures, drawings of the models, moving pictures, a
+script's source shown in place, a progress line, and the checking of exercises.
 
 A notebook's first cell finds the repository, puts it and this folder on sys.path, and then does `from teaching import *`.
 """
+import base64
 import inspect
+import io
 import re
 import textwrap
 import time
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 from IPython.display import HTML, Markdown, Pretty, display
 from matplotlib.animation import FuncAnimation
 from matplotlib_inline.backend_inline import set_matplotlib_formats
+from PIL import Image
 
-__all__ = ["plt", "COLOURS", "BLUE", "ORANGE", "GREEN", "PINK", "SKY", "RED", "YELLOW", "GREY", "progress", "check",
-           "elapsed", "show_source", "show_film", "draw_placements", "draw_maps"]
+__all__ = ["plt", "COLOURS", "BLUE", "ORANGE", "GREEN", "PINK", "SKY", "RED", "YELLOW", "GREY", "animate", "arrow", "box",
+           "check", "draw_loop_with_readouts", "draw_maps", "draw_placements", "draw_two_channels", "elapsed", "progress", "show_source"]
 
 # Okabe and Ito's palette, told apart by colour-blind readers and in print (with the line styles that go round with it).
 BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A800"
@@ -22,9 +27,9 @@ COLOURS, GREY = [BLUE, ORANGE, GREEN, PINK, SKY, RED], "#666666"
 START = time.perf_counter()
 
 set_matplotlib_formats("retina")
-plt.rcParams.update({
-    "figure.figsize": (9, 3.8), "figure.dpi": 72, "figure.constrained_layout.use": True, "font.size": 13,
-    "axes.titlesize": 14, "axes.labelsize": 13, "legend.fontsize": 12, "lines.linewidth": 2.2, "lines.markersize": 6,
+plt.rcParams.update({  # for a projector: as wide as a page, and no letter below 12 points
+    "figure.figsize": (12, 4.6), "figure.dpi": 72, "figure.constrained_layout.use": True, "font.size": 14,
+    "axes.titlesize": 16, "axes.labelsize": 15, "legend.fontsize": 13, "lines.linewidth": 2.4, "lines.markersize": 7,
     "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
     "axes.prop_cycle": plt.cycler(color=COLOURS, linestyle=["-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2))]),
 })
@@ -71,32 +76,121 @@ def elapsed(fast):
     print(f"{wall} from the first cell to here, {cpu} of processor time, FAST = {fast}, {torch.get_num_threads()} thread(s)")
 
 
-# Notebooks 02 and 04: their drawings, a film with a slider, and a piece of a script
-
 def show_source(*objects):
-    """Show the source of functions, methods or classes as highlighted code."""
-    display(Markdown("\n\n".join(f"```python\n{textwrap.dedent(inspect.getsource(o)).rstrip()}\n```" for o in objects)))
+    """Show the source of functions or classes as it stands in its file, so that lesson and script cannot drift apart."""
+    parts = []
+    for thing in objects:
+        lines, first = inspect.getsourcelines(thing)
+        place = f"`{Path(inspect.getsourcefile(thing)).name}`, from line {first}"
+        parts.append(f"{place}\n\n```python\n{textwrap.dedent(''.join(lines))}```")
+    display(Markdown("\n\n".join(parts)))
 
 
-def show_film(figure, draw, frames, milliseconds=250):
-    """Show draw(0) .. draw(frames - 1) of a figure as a film with a slider, without a network."""
-    html = FuncAnimation(figure, draw, frames=frames, interval=milliseconds).to_jshtml(default_mode="once")
+# matplotlib takes the icons of its buttons from a server; these are in every font.
+ICONS = {"minus": "−", "fast-backward": "⏮", "step-backward": "◂", "play fa-flip-horizontal": "◀", "pause": "❚❚",
+         "play": "▶", "step-forward": "▸", "fast-forward": "⏭", "plus": "+"}
+
+
+def animate(figure, draw, frames, milliseconds=400):
+    """Show a moving picture with a slider, without a network: draw(frame) changes the figure for each frame.
+
+    Where no script may run (a notebook that is not trusted, a preview) the last frame stands still in its place.
+    """
+    figure.canvas.draw()
+    figure.set_layout_engine("none")  # as laid out for the first frame, so that nothing jumps
+    movie = FuncAnimation(figure, draw, frames=frames, interval=milliseconds)
+    page = movie.to_jshtml(default_mode="once")
     plt.close(figure)
-    html = re.sub(r'<link rel="stylesheet"\s+href="https?://[^>]*>', "", html)  # the icons' font, from a server
-    for icon, sign in (("fast-backward", "⏮"), ("step-backward", "◁|"), ("play fa-flip-horizontal", "◀"), ("pause", "⏸"),
-                       ("play", "▶"), ("step-forward", "|▷"), ("fast-forward", "⏭"), ("minus", "−"), ("plus", "+")):
-        html = html.replace(f'<i class="fa fa-{icon}"></i>', sign)
-    display(HTML(html))
+    page = re.sub(r'"data:image/png;base64,([^"]*)"', lambda found: f'"data:image/png;base64,{smaller_png(found[1])}"', page)
+    page = re.sub(r'<link rel="stylesheet"\s+href="[^"]*">', "", page)
+    for name, icon in ICONS.items():
+        page = page.replace(f'<i class="fa fa-{name}"></i>', icon)
+    last = re.findall(r'"(data:image/png;base64,[^"]*)"', page)[-1]
+    page = re.sub(r'<img id="(_anim_img\w+)">', lambda found: f'<img id="{found[1]}" src="{last}" style="max-width: 100%">', page)
+    display(HTML(page))
 
 
-def box(axis, x, y, text, colour, width=0.9, height=0.5):
-    """A labelled box with its centre at (x, y), which hides what is behind it."""
-    axis.add_patch(plt.Rectangle((x - width / 2, y - height / 2), width, height, facecolor=colour, edgecolor="none", zorder=4))
-    axis.text(x, y, text, ha="center", va="center", fontsize=13, zorder=5)
+def smaller_png(text):
+    """A PNG in base64, with at most 64 colours: a third of the size, and enough for lines on white."""
+    picture = Image.open(io.BytesIO(base64.b64decode(text.replace("\\\n", "")))).convert("RGB")
+    result = io.BytesIO()
+    picture.quantize(64).save(result, "png", optimize=True)
+    return base64.b64encode(result.getvalue()).decode()
 
 
-def arrow(axis, start, end, colour="black", width=1.6):
-    axis.annotate("", end, start, arrowprops=dict(arrowstyle="-|>", color=colour, linewidth=width, shrinkA=0, shrinkB=0))
+# The drawings of the models.
+
+def box(axis, x, y, text, colour="white", width=1.0, height=0.6, **text_style):
+    """A box with round corners around (x, y), which hides what is behind it."""
+    axis.add_patch(plt.matplotlib.patches.FancyBboxPatch(
+        (x - width / 2, y - height / 2), width, height, boxstyle="round,pad=0,rounding_size=0.1", facecolor=colour,
+        edgecolor="black", linewidth=1.3, zorder=4))
+    axis.text(x, y, text, ha="center", va="center", zorder=5, **text_style)
+
+
+def arrow(axis, start, end, colour="black", linewidth=1.8, linestyle="-"):
+    axis.annotate("", end, start, arrowprops=dict(
+        arrowstyle="-|>", color=colour, linewidth=linewidth, linestyle=linestyle, shrinkA=0, shrinkB=0, mutation_scale=16))
+
+
+def draw_loop_with_readouts(num_loops=4):
+    """Paper 1's model: one stack applied again and again, and a readout of the state after every loop."""
+    figure, axis = plt.subplots(figsize=(12, 4.3))
+    axis.set(xlim=(0, 12), ylim=(0, 4.3), aspect="equal")
+    axis.axis("off")
+    y, above = 1.0, 2.35
+    box(axis, 0.95, y, "embeddings\n$H_0$", SKY, 1.5, 0.8)
+    for k in range(1, num_loops + 1):
+        left = 2.15 + 2.45 * (k - 1)
+        arrow(axis, (1.7 if k == 1 else left - 0.65, y), (left, y))
+        box(axis, left + 0.45, y, "$F$", ORANGE, 0.9, 0.8, fontsize=18)
+        arrow(axis, (left + 0.9, y), (left + 1.3, y))
+        state = left + 1.6
+        axis.text(state, y, f"$H_{k}$", ha="center", va="center", fontsize=18)
+        arrow(axis, (state, y + 0.3), (state, above - 0.3))
+        box(axis, state, above, "readout $r$", "#dddddd", 1.45, 0.6)
+        arrow(axis, (state, above + 0.3), (state, above + 0.75))
+        axis.text(state, above + 1.0, f"logits $E\\,r(H_{k})$", ha="center", va="center")
+        axis.text(state, above + 1.45, f"CE$_{k}$", ha="center", va="center", color=BLUE, fontsize=16)
+    axis.text(6, 0.2, "$H_k = F(H_{k-1})$: the same layers, the same weights, $K$ times", ha="center", va="center")
+    plt.show()
+
+
+def draw_two_channels():
+    """Paper 3's two tokens: what goes from one position to the next in a standard decoder, and with the state fed back."""
+    figure, axes = plt.subplots(1, 2, figsize=(12, 5.7))
+    for axis, feedback in zip(axes, (False, True)):
+        axis.set(xlim=(0, 6.2), ylim=(0, 5.2), aspect="equal")
+        axis.axis("off")
+        for x, t in ((0.9, "t-1"), (5.2, "t")):
+            box(axis, x, 0.45, f"token$_{{{t}}}$", "white", 1.2, 0.55)
+            box(axis, x, 2.75, "stack of\n$L$ layers", SKY, 1.5, 1.5)
+            box(axis, x, 4.35, f"$h_{{{t}}}$", ORANGE, 1.2, 0.55, fontsize=17)
+            arrow(axis, (x, 3.5), (x, 4.08))
+            axis.text(x + 0.15, 0.98, f"$e_{{{t}}}$", fontsize=16, va="center")
+            if feedback and t == "t":
+                arrow(axis, (x, 0.72), (x, 1.22))
+                axis.add_patch(plt.Circle((x, 1.45), 0.23, facecolor="white", edgecolor="black", linewidth=1.3))
+                axis.text(x, 1.44, "$\\otimes$", ha="center", va="center", fontsize=18)
+                arrow(axis, (x, 1.68), (x, 2.0))
+            else:
+                arrow(axis, (x, 0.72), (x, 2.0))
+        arrow(axis, (1.65, 2.3), (4.45, 3.1), GREY, 1.4, "--")
+        axis.text(2.55, 2.95, "attention:\none layer lower", color="#444444", ha="center", va="bottom", fontsize=12)
+        elbow(axis, (1.5, 4.35), 3.75, (4.6, 0.45), "black", 1.2)
+        axis.text(3.62, 0.62, "one of $V$ ids", ha="right", va="center")
+        if feedback:
+            elbow(axis, (1.5, 4.5), 4.1, (4.97, 1.45), ORANGE, 7)
+            axis.text(2.9, 4.75, "the state: $D$ numbers", ha="center", color="#8a5a00")
+        axis.set_title("With the state fed back" if feedback else "A standard decoder: one id goes on")
+    plt.show()
+
+
+def elbow(axis, start, x, end, colour, linewidth):
+    """An arrow that goes across to x, down, and across again."""
+    corners = plt.matplotlib.path.Path([start, (x, start[1]), (x, end[1]), end])
+    axis.add_patch(plt.matplotlib.patches.FancyArrowPatch(path=corners, arrowstyle="-|>", color=colour, linewidth=linewidth,
+                                                          mutation_scale=12 + 2.5 * linewidth))
 
 
 def draw_placements():
