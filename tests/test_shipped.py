@@ -31,7 +31,7 @@ def test_they_are_what_the_presets_train_today():
         module = {"stars": stars, "looped_gpt": looped_gpt, "fullbandwidth": fullbandwidth}[NAMES[name]]
         ckpt = train.load_checkpoint(RUNS / name, NAMES[name])
         fields = vars(module.Config()) | vars(train.Options()) | module.PRESETS[ckpt["preset"]] | changed
-        saved = ckpt["config"] | ckpt["options"]
+        saved = vars(module.Config(**ckpt["config"])) | ckpt["options"]
         of_the_data = ("vocab_size", "block_size", "out_dir", "dtype")
         assert {k: v for k, v in fields.items() if saved[k] != v and k not in of_the_data} == {}, name
 
