@@ -28,7 +28,7 @@ def norms_over_training(axis):
              title="A loss cannot hold\na scale that it cannot see")
 
 
-def accuracy_over_loops(axis, rows=500):
+def accuracy_over_loops(axis, rows=200):
     """Paper 2: exact match of held-out sums at every loop count."""
     for name, label, colour in (("stars", "STARS", BLUE), ("stars-baseline", "always 4 loops", ORANGE)):
         model, options = stars.load_run(RUNS / name)
