@@ -54,7 +54,7 @@ def counting_past_the_trained_length(axis, rows=512):
         right = (model.readout(h).argmax(-1) == targets).double().mean(0)  # of each position
         axis.plot(range(1, len(right) + 1), right, color=colour, label=label)
     axis.axvline(model.config.block_size + 0.5, color=GREY, linestyle=":")
-    axis.text(model.config.block_size + 1.5, 0.6, "longer than trained", color=GREY)
+    axis.text(model.config.block_size + 6, 0.6, "longer than trained", color=GREY)
     axis.set(xlabel="position", ylabel="running sums right", ylim=(-0.04, 1.04),
              title="A state fed back\ncounts past the trained length")
 
@@ -65,7 +65,7 @@ def main(argv):
     for axis, draw in zip(axes, (norms_over_training, accuracy_over_loops, counting_past_the_trained_length)):
         draw(axis)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, loc="lower left" if axis is axes[2] else "best")
+        axis.legend(edgecolor="none", framealpha=1, loc="lower left" if axis is axes[2] else "best")
     figure.set_size_inches(12, 3.8)
     figure.savefig(HERE / "readme.png", dpi=110)
 
