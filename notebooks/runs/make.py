@@ -5,8 +5,7 @@
 writes notebooks/runs/NAME with the weights of RUN's last checkpoint in half precision, its config and its log.
 The scripts read it like any run, but it cannot be resumed: it has no optimiser's state. The runs here are of:
 
-    python train.py stars                                                     # stars
-    python train.py stars --preset=baseline                                   # stars-baseline
+    python experiments/stability.py addition --only=bf16,baseline             # stars, stars-baseline
     python train.py looped_gpt                                                # looped_gpt
     python train.py looped_gpt --readout=raw --out_dir=out/looped_gpt-raw     # looped_gpt-raw
     python train.py fullbandwidth --preset=running-sum                        # running-sum
