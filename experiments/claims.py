@@ -44,10 +44,12 @@ def out_of_reach(text, theirs, needs):
     CLAIMS.append(Claim(paper, text, theirs, instead=f"needs {needs}", yes="out of reach here"))
 
 
-def show(values, form=",.3g"):
-    """Mean and standard deviation over the seeds."""
-    text = f"{values.mean():{form}}"
-    return text if len(values) == 1 else f"{text} ± {values.std():{form}}"
+def show(values, form=None):
+    """Mean and standard deviation over the seeds; by default three digits, or whole numbers."""
+    def text(value, form):
+        return f"{value:{form or (',.0f' if abs(value) >= 100 else '.3g')}}"
+    mean = text(values.mean(), form)
+    return mean if len(values) == 1 else f"{mean} ± {text(values.std(), form and form.strip('+'))}"
 
 
 def percent(values):
@@ -443,7 +445,7 @@ def update_shrinks(runs):
 for off, text in (("no-input-norm", "the shared input norm"), ("no-jitter", "jitter"),
                   ("no-prefix-mix", "the prefix mix-in"), ("no-depth-scale", "depth scaling"),
                   ("no-tying", "tied embeddings")):
-    @claim(f"Recipe: {text} steadies many passes", "part of the recipe", "stabilisers",
+    @claim(f"Recipe: many passes end lower with {text}", "part of the recipe", "stabilisers",
            no="contradicted at this scale")
     def stabiliser(runs, off=off):
         on, without = (runs(f"{name}-0+97+3", LOSS, 1000) for name in ("all-on", off))

@@ -110,9 +110,16 @@ def whole_ledger(runs):
     return "\n\n".join(parts)
 
 
+def show_as(form, values):
+    """form: percent, number, or a format of Python's."""
+    if form == "percent":
+        return percent(values)
+    return show(values) if form == "number" else show(values, form)
+
+
 def one_table(runs, mark):
     """A table of the mark `SWEEP | TITLE | COLUMN, COLUMN, .. | form`: one row for each condition,
-    mean and spread over its seeds. form: percent, or a format of Python's."""
+    mean and spread over its seeds."""
     sweep, title, columns, form = (part.strip() for part in mark.split(" | "))
     columns = [train.number_or_word(column.strip()) for column in columns.split(",")]
     names = dict.fromkeys((condition, row) for condition, t, _, row in runs[sweep].values
@@ -123,7 +130,7 @@ def one_table(runs, mark):
         for column in columns:
             try:
                 values = runs[sweep](condition, title, column, row)
-                cells.append(percent(values) if form == "percent" else show(values, form))
+                cells.append(show_as(form, values))
             except Missing:
                 cells.append("")
         rows.append([" ".join((condition, row)).strip(), *cells])

@@ -139,13 +139,15 @@ def tabulate(measure, axes, runs, out):
 def print_table(title, columns, table):
     """Print each row's mean and, of several seeds, its standard deviation below."""
     width = max(len(title), *(len(row) for row in table))
-    print(f"\n{title:{width}}" + "".join(f"{column!s:>12}" for column in columns))
+    cell = max(12, *(len(str(column)) + 2 for column in columns))
+    print(f"\n{title:{width}}" + "".join(f"{column!s:>{cell}}" for column in columns))
     for row, of_seeds in table.items():
         values = torch.stack(of_seeds)  # (seeds, columns)
-        print(f"{row:{width}}" + "".join(f"{value:>12.4g}" for value in values.mean(0).tolist()))
+        mean = values.mean(0).tolist()
+        print(f"{row:{width}}" + "".join(f"{value:>{cell}.4g}" for value in mean))
         if len(values) > 1:
             spread = values.std(0, correction=0).tolist()
-            print(f"{'  +-':{width}}" + "".join(f"{value:>12.4g}" for value in spread))
+            print(f"{'  +-':{width}}" + "".join(f"{value:>{cell}.4g}" for value in spread))
 
 
 def draw(tables, axes, path):

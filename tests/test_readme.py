@@ -29,7 +29,7 @@ SHORT = {  # in the order in which they are run: what is added to each
     "python stars.py out/stars-addition": " --loops=1,2",
     "python train.py fullbandwidth --preset=running-sum": FULL,
     "python fullbandwidth.py out/fullbandwidth-running-sum": "",
-    "python experiments/blind_spot.py table1 --max_steps=300": LOOPED + " --only=per_loop+raw",
+    "python experiments/blind_spot.py table1 --max_steps=300 --eval_interval=20 --seeds=42,101,202": LOOPED + " --only=per_loop+raw",
     "python experiments/stability.py ablation --only=random": STARS + " --digits=2",
     "python train.py looped_gpt --preset=44m --dataset=wikitext-103": LOOPED,
     "torchrun --nproc_per_node=4 train.py looped_gpt --preset=129m --dataset=wikitext-103": LOOPED,  # one process here
