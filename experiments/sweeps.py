@@ -158,13 +158,21 @@ def draw(tables, axes, path):
         return
     figure, panels = train.new_figure(len(drawn))
     for panel, ((title, columns), table) in zip(panels, drawn.items()):
-        for i, (row, of_seeds) in enumerate(table.items()):
-            mean = torch.stack(of_seeds).mean(0)
-            style = "o-" if i < 10 else "o--"  # there are ten colours
-            panel.plot(columns[:len(mean)], mean, style, markersize=3, label=row)
         xscale, yscale, message = axes[title]
+        means = [torch.stack(of_seeds).mean(0) for of_seeds in table.values()]
+        positive = torch.cat([mean[mean > 0] for mean in means])
+        if yscale == "log" and len(positive) and positive.max() < 10 * positive.min():
+            yscale = "linear"  # less than a decade
+            panel.set_ylim(0, 1.1 * positive.max())
+        for i, (row, mean) in enumerate(zip(table, means)):
+            style = "o-" if i < 10 else "o--"  # there are ten colours
+            if yscale == "log":
+                mean = mean.where(mean > 0, torch.nan)  # of which there is no logarithm
+            panel.plot(columns[:len(mean)], mean, style, markersize=3, label=row)
         ylabel, xlabel = title.split(" at ")
         panel.set(title=message, xlabel=xlabel, ylabel=ylabel, xscale=xscale, yscale=yscale)
+        if xscale == "linear":
+            panel.xaxis.get_major_locator().set_params(integer=True)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper",
                   fontsize="small")
     figure.savefig(path, dpi=120)
