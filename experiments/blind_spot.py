@@ -1,11 +1,13 @@
 """What the paper of looped_gpt.py (arXiv 2606.24898) measures: its tables and figures.
 
     python experiments/blind_spot.py table1 --max_steps=300            # the seven conditions
+    python experiments/blind_spot.py leap --max_steps=300 --eval_interval=20
     python experiments/blind_spot.py table1 --preset=44m --dataset=wikitext-103 --seeds=42,101,202
     python experiments/blind_spot.py out/looped_gpt-tiny               # every diagnostic of one run
 
 table1: {terminal, per_loop} supervision x {RMSNorm, raw} readout, the final_only readout, and the
 norm penalty: perplexity at every exit, and the norm that the state ends with.
+leap: what the norm does in training, and what does not make it do so.
 A run: Lemma 1 and Lemma 2 in numbers, which loop's loss sees the scale of which state, token norms,
 interventions, and variable depth, that is the exits as a frontier of perplexity and speed, and
 halting sequence by sequence.
@@ -49,17 +51,25 @@ AXES = {PPL: ("linear", "log", "Dense supervision trains exits"),
         NORM: ("linear", "log", "Only a visible scale stays controlled")}
 
 
+def evaluations(run):
+    """The rows of a run's log that hold an evaluation."""
+    return [row for row in train.read_csv(run / "log.csv") if "val_final_norm" in row]
+
+
+def leap(run):
+    """The norm of the last state over training, from the run's log."""
+    log = evaluations(run)
+    yield NORM, [row["step"] for row in log], "", [row["val_final_norm"] for row in log]
+
+
 def table1(run):
-    """Perplexity after each loop and the norm of the last state over training, from the run's log;
-    then what its checkpoint gives: what each loss sees, what the state does, and what of it an
-    intervention or an early exit needs."""
-    log = [row for row in train.read_csv(run / "log.csv") if "val_final_norm" in row]
-    steps = [row["step"] for row in log]
-    yield NORM, steps, "", [row["val_final_norm"] for row in log]
+    """The same, and perplexity after each loop; then what the run's checkpoint gives: what each
+    loss sees, what the state does, and what of it an intervention or an early exit needs."""
+    yield from leap(run)
     model, options, tokenizer = train.load_model(run, "looped_gpt", looped_gpt.LoopedGPT)
     loops = range(1, model.config.num_loops + 1)
-    ppl = [train.perplexity(log[-1][f"val_ce_{k}"]) for k in loops]
-    yield PPL, loops, "", ppl
+    last = evaluations(run)[-1]
+    yield PPL, loops, "", [train.perplexity(last[f"val_ce_{k}"]) for k in loops]
 
     _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
     fraction = looped_gpt.radial_gradient_fraction(model, batches)
@@ -80,12 +90,12 @@ def table1(run):
 
 LEAP = {  # why the norm leaps, and then sinks
     "default": {},
-    "gradient cut between loops": dict(cut_gradient=True),
-    "no weight decay": dict(weight_decay=0.0),
-    "a tenth of the rate": dict(lr=3e-4),
+    "cut-gradient": dict(cut_gradient=True),
+    "no-weight-decay": dict(weight_decay=0.0),
+    "a-tenth-of-the-rate": dict(lr=3e-4),
 }
-REPORT = functools.partial(tabulate, table1, AXES)
-SWEEPS = {"table1": Sweep(TABLE1, REPORT), "leap": Sweep(LEAP, REPORT)}
+SWEEPS = {"table1": Sweep(TABLE1, functools.partial(tabulate, table1, AXES)),
+          "leap": Sweep(LEAP, functools.partial(tabulate, leap, AXES))}
 
 
 # --------------------------------------------------------------------------------------------------

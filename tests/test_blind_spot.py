@@ -183,3 +183,12 @@ def test_a_mistake_is_answered_by_one_line_that_names_the_way_out(argv, message)
     with pytest.raises(train.UserError) as error:
         blind_spot.main(argv)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_leap_is_read_from_the_log_of_every_condition(tmp_path, monkeypatch):
+    blind_spot.main(["leap", *TINY, f"--data_dir={tmp_path}/data", "--seeds=1", f"--out_dir={tmp_path}"])
+    rows = train.read_csv(tmp_path / "leap.csv")
+    assert {r["condition"] for r in rows} == set(blind_spot.LEAP)
+    last = train.read_csv(tmp_path / "cut-gradient-seed1" / "log.csv")[-1]
+    found = [r["value"] for r in rows if r["condition"] == "cut-gradient"]
+    assert found[-1] == last["val_final_norm"]
