@@ -163,12 +163,12 @@ def draw(tables, axes, path):
         positive = torch.cat([mean[mean > 0] for mean in means])
         if yscale == "log" and len(positive) and positive.max() < 10 * positive.min():
             yscale = "linear"  # less than a decade
-            panel.set_ylim(0, 1.1 * positive.max())
+            panel.set_ylim(0, 1.1 * positive.max().item())
         for i, (row, mean) in enumerate(zip(table, means)):
             style = "o-" if i < 10 else "o--"  # there are ten colours
             if yscale == "log":
                 mean = mean.where(mean > 0, torch.nan)  # of which there is no logarithm
-            panel.plot(columns[:len(mean)], mean, style, markersize=3, label=row)
+            panel.plot(columns[:len(mean)], mean.tolist(), style, markersize=3, label=row)
         ylabel, xlabel = title.split(" at ")
         panel.set(title=message, xlabel=xlabel, ylabel=ylabel, xscale=xscale, yscale=yscale)
         if xscale == "linear":
