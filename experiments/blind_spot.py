@@ -72,10 +72,9 @@ def table1(run):
     yield PPL, loops, "", [train.perplexity(last[f"val_ce_{k}"]) for k in loops]
 
     _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)
-    fraction = looped_gpt.radial_gradient_fraction(model, batches)
-    yield "radial gradient fraction at loop", loops, "", fraction
-    of_ce, cosine = radial_gradient_matrix(model, batches)
-    yield "radial fraction of CE_K's gradient at loop", loops, "", of_ce[-1]
+    fraction, cosine = radial_gradient_matrix(model, batches)
+    yield "radial gradient fraction at loop", loops, "", fraction.diagonal()
+    yield "radial fraction of CE_K's gradient at loop", loops, "", fraction[-1]
     yield "radial cosine of CE_K's gradient at loop", loops, "", cosine[-1]
     quantiles = looped_gpt.norm_quantiles(model, batches)
     yield "||H_K|| over tokens", quantiles, "", list(quantiles.values())

@@ -182,12 +182,14 @@ def main(argv):
     if a.collect:
         collect(Path(a.collect), Path(a.runs))
     runs = {name: Runs(Path(a.runs) / folder) for name, (folder, _) in SWEEPS.items()}
+    missing = {}  # the sweeps that an open claim asks for, once each, in order
     for number, claim in enumerate(CLAIMS, start=1):
         figures, verdict = judge(claim, runs)
         print(f"{number:3d}  {verdict}: {claim.text}\n     {figures}")
-    needed = [claim.sweep for claim in CLAIMS if judge(claim, runs)[1] == "open"]
-    for name in dict.fromkeys(needed):
-        print(f"missing, wholly or in part: python experiments/{SWEEPS[name][1]}")
+        if verdict == "open":
+            missing[claim.sweep] = SWEEPS[claim.sweep][1]
+    for command in missing.values():
+        print(f"missing, wholly or in part: python experiments/{command}")
     if a.write:
         path = HERE / "README.md"
         text = fill(path.read_text(encoding="utf-8"), runs)

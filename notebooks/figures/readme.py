@@ -33,11 +33,8 @@ def accuracy_over_loops(axis, rows=200):
     for name, label, colour in (("stars", "STARS", BLUE), ("stars-baseline", "always 4 loops", ORANGE)):
         model, options = stars.load_run(RUNS / name)
         idx, targets = stars.held_out_sums(model, options, rows)
-        exact = []
-        for t, h in enumerate(stars.trajectory(model, idx, max(stars.LOOPS))):
-            if t in stars.LOOPS:
-                exact.append(model.exact(h, targets).item())
-        axis.plot(stars.LOOPS, exact, "o-", markersize=4, color=colour, label=label)
+        exact = stars.exact_match(model, idx, targets, stars.LOOPS)
+        axis.plot(exact.keys(), exact.values(), "o-", markersize=4, color=colour, label=label)
     axis.set(xlabel="loops at test time", ylabel="sums exactly right", xscale="log",
              title="Trained to converge,\nmore loops never hurt")
     axis.set_xticks([1, 4, 16, 64, 256], ["1", "4", "16", "64", "256"])
