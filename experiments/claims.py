@@ -330,6 +330,13 @@ def baseline(runs):
     return far < 0.5 * peak, f"{percent(peak)} at 4 loops, {percent(far)} at 256"
 
 
+@claim("4-digit addition: random loop counts alone do not keep it right at 2 to 256 loops",
+       "accuracy against loops", "random", no="contradicted at this scale")
+def random_alone(runs):
+    lowest = worst(runs, "random")
+    return lowest < 0.98, f"lowest {percent(lowest)}, at 256 {percent(runs('random', EXACT, 256))}"
+
+
 @claim("4-digit addition: STARS ends at a stable fixed point", "rho < 1", "addition")
 def stable(runs):
     rho, step = runs("bf16", J, "largest rho"), runs("bf16", STEP, 256)

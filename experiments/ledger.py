@@ -32,6 +32,8 @@ SWEEPS = {  # {name: (folder of its runs, what is typed behind `python experimen
     "normalization": ("stars-small-normalization",
                       f"stability.py normalization --max_steps=1000 {SEEDS}"),
     "ablation": ("stars-small-ablation", f"stability.py ablation {SEEDS}"),
+    "random": ("stars-addition-ablation", f"stability.py ablation --preset=addition --only=random "
+                                          f"--dtype=bfloat16 {SEEDS}"),
     "passes": ("fullbandwidth-tiny-passes", f"feedback.py passes {SEEDS}"),
     "stabilisers": ("fullbandwidth-tiny-stabilisers", f"feedback.py stabilisers {SEEDS}"),
     "fusion": ("fullbandwidth-tiny-fusion", f"feedback.py fusion --eval_interval=50 {SEEDS}"),
@@ -154,14 +156,24 @@ def fill(text, runs):
 def collect(source, destination):
     """Copy tables, logs and configs of the sweeps in `source`; nothing that is large."""
     for folder, _ in SWEEPS.values():
-        paths = [*(source / folder).glob("*.csv")]
-        for name in ("log.csv", "config.json"):
-            paths += (source / folder).glob(f"*/{name}")
-        for path in paths:
-            copy = destination / path.relative_to(source)
+        for path in (source / folder).glob("*.csv"):
+            copy = destination / folder / path.name
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
+            train.write_csv(copy, merged(train.read_csv(copy), train.read_csv(path)))
             print(copy)
+        for name in ("log.csv", "config.json"):
+            for path in (source / folder).glob(f"*/{name}"):
+                copy = destination / path.relative_to(source)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
+                print(copy)
+
+
+def merged(old, new):
+    """The rows of two tables of single values: of a run in both, the new ones. So seeds and
+    conditions may be trained one by one, on several machines."""
+    measured = {(row["condition"], row["seed"]) for row in new}
+    return [row for row in old if (row["condition"], row["seed"]) not in measured] + new
 
 
 @dataclass

@@ -44,10 +44,11 @@ def test_the_commands_train_what_the_ledger_reads():
                "state_tracking.py": state_tracking}
     scripts = {"blind_spot.py": "looped_gpt", "stability.py": "stars"}
     for folder, command in ledger.SWEEPS.values():
-        file, name, *_ = command.split()
+        file, name, *options = command.split()
         sweep = modules[file].SWEEPS[name]
         script = scripts.get(file, "fullbandwidth")
-        preset = sweep.preset or next(iter(__import__(script).PRESETS))
+        asked = dict(option.removeprefix("--").split("=") for option in options).get("preset")
+        preset = asked or sweep.preset or next(iter(__import__(script).PRESETS))
         assert folder == f"{script}-{preset}-{name}"
 
 
@@ -76,11 +77,23 @@ def test_collecting_copies_tables_logs_and_configs_and_no_weights(tmp_path):
     folder = ledger.SWEEPS["passes"][0]
     run = tmp_path / "out" / folder / "standard-seed42"
     run.mkdir(parents=True)
-    for path in (run / "log.csv", run / "config.json", run / "ckpt.pt", run.parent / "passes.csv", run.parent / "passes.png"):
+    for path in (run / "log.csv", run / "config.json", run / "ckpt.pt", run.parent / "passes.png"):
         path.write_text("x")
+    train.write_csv(run.parent / "passes.csv", [{"condition": "standard", "seed": 42, "value": 1.5}])
     ledger.collect(tmp_path / "out", tmp_path / "runs")
     found = {str(p.relative_to(tmp_path / "runs" / folder)) for p in (tmp_path / "runs").rglob("*") if p.is_file()}
     assert found == {"standard-seed42/log.csv", "standard-seed42/config.json", "passes.csv"}
+
+
+def test_collecting_keeps_the_other_seeds_and_replaces_the_same(tmp_path):
+    folder = ledger.SWEEPS["passes"][0]
+    for name, values in (("runs", {("a", 1): 1, ("a", 2): 2, ("b", 1): 3}), ("out", {("a", 2): 20, ("a", 3): 30})):
+        rows = [{"condition": c, "seed": seed, "table": "t", "column": 4, "value": value} for (c, seed), value in values.items()]
+        (tmp_path / name / folder).mkdir(parents=True)
+        train.write_csv(tmp_path / name / folder / "passes.csv", rows)
+    ledger.collect(tmp_path / "out", tmp_path / "runs")
+    runs = ledger.Runs(tmp_path / "runs" / folder)
+    assert runs("a", "t", 4).tolist() == [1, 20, 30] and runs("b", "t", 4).tolist() == [3]
 
 
 def test_the_least_and_the_most_are_taken_seed_by_seed():
