@@ -343,6 +343,13 @@ def stable(runs):
     return (rho < 1) & (step < 1e-5), f"largest rho {show(rho)}, step at loop 256 {show(step)}"
 
 
+@claim("4-digit addition: AdamW with the paper's rate and schedule learns the task",
+       "100% after 10,000 steps (width 512, batch 512)", "optimizer")
+def adamw(runs):
+    exact = runs("adamw-paper", "exact match at step", 10_000)
+    return exact > 0.99, f"{percent(exact)} after 10,000 steps (3 digits, width 64, batch 128)"
+
+
 OURO = "the weights of Ouro-1.4B and one 80 GB GPU: `python experiments/harness.py`"
 # 400,000 samples of at most 2,048 tokens, 1.23e9 looped weights, 5.9 loops in the mean, 8 FLOPs for
 # each (with checkpointing): 4.8e19; at half of an H200's 790 TFLOP/s

@@ -34,6 +34,7 @@ SWEEPS = {  # {name: (folder of its runs, what is typed behind `python experimen
     "ablation": ("stars-small-ablation", f"stability.py ablation {SEEDS}"),
     "random": ("stars-addition-ablation", f"stability.py ablation --preset=addition --only=random "
                                           f"--dtype=bfloat16 {SEEDS}"),
+    "optimizer": ("stars-small-optimizer", "stability.py optimizer"),
     "passes": ("fullbandwidth-tiny-passes", f"feedback.py passes {SEEDS}"),
     "stabilisers": ("fullbandwidth-tiny-stabilisers", f"feedback.py stabilisers {SEEDS}"),
     "fusion": ("fullbandwidth-tiny-fusion", f"feedback.py fusion --eval_interval=50 {SEEDS}"),

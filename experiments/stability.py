@@ -106,11 +106,15 @@ def learning_curve(path):
 
 
 def race(runs, out):
-    """Print when each run first has every evaluated sum right; draw exact match against steps and
-    seconds of training."""
+    """Print when each run first has every evaluated sum right; write exact match against steps
+    into race.csv, and draw it against steps and seconds of training."""
     figure, axes = train.new_figure(2)
+    csv_rows = []
     for (condition, seed), path in runs.items():
         steps, times, exact = zip(*learning_curve(path))
+        for step, value in zip(steps, exact):
+            csv_rows.append({"condition": condition, "seed": seed, "table": "exact match at step",
+                             "column": step, "value": value})
         reached = "never"
         if 1 in exact:
             first = exact.index(1)
@@ -122,8 +126,9 @@ def race(runs, out):
     axes[0].set(xlabel="step", ylabel="exact match")
     axes[1].set(xlabel="seconds of training")
     axes[0].legend(fontsize="x-small")
+    train.write_csv(out / "race.csv", csv_rows)
     figure.savefig(out / "race.png", dpi=120)
-    print(f"drawn in {out}/race.png")
+    print(f"written to {out}/race.csv, drawn in {out}/race.png")
 
 
 COMPARE = functools.partial(tabulate, accuracy, AXES)

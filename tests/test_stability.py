@@ -57,6 +57,8 @@ def test_the_race_counts_seconds_without_the_evaluations(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "fast, seed 1: all sums right at step 10, 4 s" in out and "slow, seed 1: all sums right never; 50.00%" in out
     assert "40 s" in out and (tmp_path / "race.png").exists()
+    values = [(row["condition"], row["column"], row["value"]) for row in train.read_csv(tmp_path / "race.csv")]
+    assert values == [("fast", 0, 0), ("fast", 10, 1), ("slow", 0, 0), ("slow", 10, 0.5)]
 
 
 def test_a_run_of_another_task_is_refused_in_one_line(tmp_path):
