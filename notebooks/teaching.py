@@ -55,14 +55,26 @@ class progress:
                 line.update(Pretty(f"{self.label:24} {bar} {step:5}/{self.steps}  {seconds:4.0f} s  {self.note}"))
 
 
+class NothingReturned(Exception):
+    """A student's function has no `return`."""
+
+
 def check(number, answer, test, right):
     """Print 'Right: ...' or 'Not yet: ...' with the reason for exercise `number`; never raises.
 
     test(answer) returns None when the answer is right, else a sentence that says why it is not. An answer of `...`, also
     as what an unfinished function returns (test should then return `...`), counts as not yet given.
     """
+    def called(*inputs, **named):
+        value = answer(*inputs, **named)
+        if value is None:
+            raise NothingReturned
+        return value
+
     try:
-        why = ... if answer is ... else test(answer)
+        why = ... if answer is ... else test(called if callable(answer) else answer)
+    except NothingReturned:
+        why = "your function returns nothing: it needs a `return`."
     except Exception as error:  # whatever the student's code raises
         why = f"trying your answer raised {type(error).__name__}: {error}"
     if why is ...:

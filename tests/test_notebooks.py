@@ -26,11 +26,18 @@ WRONG = {
         (1, "answer_1 = lambda g, h: (g * h).sum(-1).abs()", "divide"),
         (1, "answer_1 = lambda g, h: (g * h).sum()", "shape"),
         (1, "answer_1 = lambda g: 1 / 0", "TypeError"),
+        (1, "answer_1 = lambda g, h: None", "needs a `return`"),
+        (1, "answer_1 = lambda g, h: (g * h).sum(2).abs() / (g.norm(dim=2) * h.norm(dim=2))", "IndexError"),
+        (1, "answer_1 = lambda g, h: (g * h).sum(-1).abs() / (g.norm(dim=-1) * h.norm(dim=-1) + 1e-4)", "add nothing"),
+        (1, "answer_1 = lambda g, h: torch.nn.functional.cosine_similarity(g, h, dim=-1) ** 2", "square of the fraction"),
+        (1, "answer_1 = lambda g, h: torch.nn.functional.cosine_similarity(g, h, dim=-1).relu()", "should be"),
         (2, "answer_2 = lambda s, a, c, K: (s + K * a, K * c / s)", "first s"),
         (2, "answer_2 = lambda s, a, c, K: (s + K * a, sum(c / (s + k * a) for k in range(1, K + 1)))", "before"),
         (2, "answer_2 = lambda s, a, c, K: (sum(c / (s + k * a) for k in range(K)), s + K * a)", "wrong order"),
         (2, "answer_2 = lambda s, a, c, K: (s + K * a, c / a * math.log(1 + K * a / s))", "yours sum to 0.881680"),
         (2, "answer_2 = lambda s, a, c, K: (18.0, 3 / 10 + 3 / 12 + 3 / 14 + 3 / 16)", "expected 6"),
+        (2, "answer_2 = lambda s, a, c, K: (s + K * a, (c / np.arange(s, s + K * a, a)).sum())", "for 1, 0.1, 1, 3"),
+        (2, "answer_2 = lambda s, a, c, K: s + K * a", "two numbers"),
         (3, "answer_3 = lambda model, idx, targets, lam: model.loss(idx, targets)[0]", "without any penalty"),
         (3, "answer_3 = lambda model, idx, targets, lam: model.loss(idx, targets)[0]"
             " + lam * sum(H.square().sum(-1).mean() for H in model.states(idx)) / 4", "too large"),
@@ -39,13 +46,20 @@ WRONG = {
         (3, "answer_3 = lambda model, idx, targets, lam: model.loss(idx, targets)[0]"
             " + lam * torch.stack(model.states(idx)).square().mean().item()", "its gradient is not"),
         (3, "answer_3 = lambda model, idx, targets, lam: model.loss(idx, targets)", "tuple"),
+        (3, "answer_3 = lambda model, idx, targets, lam: model.loss(idx, targets)[0]"
+            " + 0.01 * torch.stack(model.states(idx)).square().mean()", "not for lambda = 1"),
+        (3, "answer_3 = lambda model, idx, targets, lam: model.loss(idx, targets)[0]"
+            " + lam * torch.stack(model.states(targets)).square().mean()", "yours adds"),
         (4, "answer_4 = lambda H, H_1: H * (H_1.norm() / H.norm())", "own norm"),
         (4, "answer_4 = lambda H, H_1: H_1", "direction"),
+        (4, "answer_4 = lambda H, H_1: H * (H_1.norm(dim=-1, keepdim=True) / H.norm(dim=-1, keepdim=True)).clamp(max=1)", "shorter"),
         (5, "answer_5 = lambda margins, threshold: ((margins >= threshold).int().argmax(0) + 1).float().mean()", "argmax"),
         (5, "answer_5 = lambda margins, threshold: (torch.cat([margins > threshold, margins[:1] < 9]).int().argmax(0) + 1.0).mean()",
          "equal to the threshold"),
         (5, "answer_5 = lambda margins, threshold: torch.where((margins >= threshold).any(0), (margins >= threshold).int()"
             ".argmax(0) + 1.0, 4.0).mean()", "one more than the rows"),
+        (5, "answer_5 = lambda margins, threshold: ((torch.cat([margins, 0 * margins[:1] + 1]) >= threshold).int().argmax(0)"
+            " + 1.0).mean()", "threshold of 1.5"),
         (6, "answer_6 = dict(supervision='per_loop', readout='rmsnorm')", "drifts"),
         (6, "answer_6 = dict(norm_penalty=1e-5)", "drifts"),  # with FAST as weak as 1e-4 in a full run
         (6, "answer_6 = dict(inter_loop_norm=True)", "not good enough"),
@@ -57,19 +71,29 @@ WRONG = {
         (1, "answer_1 = lambda a, b: f'{a}+{b}= {a + b}§'", "backwards"),
         (1, "answer_1 = lambda a, b: f'{a}+{b}={str(a + b)[::-1]}§'", "space"),
         (1, "answer_1 = lambda a, b: f'{a}+{b}= {str(a + b)[::-1]}'", "end mark"),
+        (1, "answer_1 = lambda a, b: f'{a}+{b}= {int(str(a + b)[::-1])}§'", "the model reads"),
         (2, "answer_2 = [[2.0, 0.0], [0.0, 0.5]]", "normal"),
         (2, "answer_2 = [[0.5, 1.0], [0.0, 0.5]]", "stretch"),
+        (2, "answer_2 = [[0.5, float('inf')], [0.0, 0.8]]", "finite"),
         (3, "answer_3 = lambda step, h, v, eps=1e-5: (step(h + eps * v) - step(h)) / eps", "one-sided"),
         (3, "answer_3 = lambda step, h, v, eps=1e-5: (step(h + eps * v) - step(h - eps * v)) / eps", "twice"),
+        (3, "answer_3 = lambda step, h, v, eps=1e-6: (step(h + eps * v) - step(h)) / eps", "one-sided"),
+        (3, "answer_3 = lambda step, h, v, eps=1e-5: (step(h + eps * v) - step(h - eps * v)) / 2 * eps", "in brackets"),
+        (3, "def answer_3(step, h, v, eps=1e-5):\n    v = v / v.flatten(1).norm(dim=1)[:, None, None]\n"
+            "    return (step(h + eps * v) - step(h - eps * v)) / (2 * eps)", "unit v only"),
         (4, "answer_4 = (3.85, 1.2, 1.5)", "sum of the squares"),
         (4, "answer_4 = (0.9625 ** 0.5, 1.2, 1.5)", "root of the mean square"),
         (4, "answer_4 = (0.4, 1.2, 1.5)", "off the diagonal"),
         (4, "answer_4 = (0.775, 1.2, 1.5)", "squares"),
         (4, "answer_4 = (0.9625, 1.5, 1.5)", "two steps"),
+        (4, "answer_4 = (0.9625, 1.5, 1.2)", "another order"),
         (4, "answer_4 = (0.9625, 1.6, 1.5)", "on the diagonal"),
         (4, "answer_4 = (0.9625, 1.2, 1.2)", "fourth axis"),
         (5, "answer_5 = lambda steps: (steps[:-1] / steps[1:]).mean()", "upside down"),
         (5, "answer_5 = lambda steps: (steps[1:] / steps[:-1]).mean()", "geometric"),
+        (5, "answer_5 = lambda steps: np.exp(np.polyfit(range(len(steps)), steps.log(), 1)[0])", "all four ratios"),
+        (5, "answer_5 = lambda steps: (steps[1:] / steps[:-1]).log().median().exp()", "all four ratios"),
+        (5, "answer_5 = lambda steps: (steps[-1] / steps[-3]).sqrt()", "all four ratios"),
         (6, "answer_6 = 1.0", "not below 1"),
         (5, "answer_5 = lambda steps: (steps[-1] / steps[0]) ** (1 / len(steps))", "root of that order"),
         (6, "answer_6 = 0.05", "a larger"),
@@ -132,17 +156,24 @@ WRONG = {
             ", dim=0)).square().sum(0).mean().sqrt())", "both signs"),
         (2, "answer_2 = lambda J, draws: (J.norm() / len(J) ** 0.5, (J @ torch.randn(len(J), draws)).square().sum(0).mean()"
             ".div(len(J)).sqrt())", "not on average"),
+        (2, "answer_2 = lambda J, draws: (J.norm() / len(J) ** 0.5,) * 2", "the exact one"),
         (3, "answer_3 = 1", "does not make J = 0"),
         (3, "answer_3 = T - 1", "one step more"),
         (3, "answer_3 = T * D", "whole blocks"),
+        (3, "answer_3 = T + 2", "0 before"),
+        (3, "answer_3 = 0", "how many moves"),
         (3, "answer_3 = 5", "measured"),
         (4, "answer_4 = lambda loss, h: torch.tensor(0.0)", "parallel to h"),
         (4, "answer_4 = lambda loss, h: (lambda h: (lambda g: (g * h).sum(-1) / g.norm(dim=-1) / h.norm(dim=-1))"
             "(torch.autograd.grad(loss(h), h)[0]).mean().abs())(h.detach().requires_grad_())", "absolute value comes before"),
+        (4, "def answer_4(loss, h):\n    u = (h / h.norm(dim=-1, keepdim=True)).requires_grad_()\n    g, = torch.autograd.grad(loss(u), u)\n"
+            "    return torch.nn.functional.cosine_similarity(g, u, dim=-1).abs().mean()", "at h itself"),
         (5, "answer_5 = lambda f, h, v: torch.func.vjp(f, h)[1](v)[0].square().sum()", "mean over rows"),
         (5, "answer_5 = lambda f, h, v: torch.func.vjp(f, h)[1](v)[0].square().mean()", "all N coordinates"),
         (5, "answer_5 = lambda f, h, v: (torch.func.vjp(f, h)[1](v)[0].square().sum() / len(h)).detach()", "no graph"),
         (5, "answer_5 = lambda f, h, v: torch.func.vjp(f, h)[1](v)[0].square()", "one number"),
+        (5, "answer_5 = lambda f, h, v: torch.func.vjp(f, h)[1](v)[0].square().sum() / 4", "times the right one"),
+        (5, "answer_5 = lambda f, h, v: (torch.func.vjp(f, h)[1](v)[0].square().sum() / len(h)).item()", "plain number"),
         (6, "answer_6 = dict(without=[50.0, 40.0], with_jsrr=[20.0, 10.0], claim='lower')", "kept by measure"),
         (6, "answer_6 = dict(quantity='scale', seeds=[1], lambda_0=0.3, claim='lower')", "one seed"),
         (6, "answer_6 = dict(quantity='scale', seeds=[1, 1], lambda_0=0.3, claim='lower')", "one seed"),
@@ -158,6 +189,7 @@ WRONG = {
 RIGHT = {
     "01_readout_blind_spot": [
         (1, "answer_1 = lambda g, h: torch.nn.functional.cosine_similarity(g, h, dim=-1).abs()"),
+        (1, "answer_1 = lambda g, h: np.abs((g * h).sum(-1).numpy()) / (g.norm(dim=-1) * h.norm(dim=-1)).numpy()"),
         (1, "def answer_1(g, h):\n    g /= g.norm(dim=-1, keepdim=True)\n    h /= h.norm(dim=-1, keepdim=True)\n"
             "    return (g * h).sum(-1).abs()"),
         (2, "answer_2 = lambda s, a, c, K: (s + K * a, (c / (s + a * torch.arange(K))).sum())"),
@@ -169,6 +201,7 @@ RIGHT = {
         (4, "answer_4 = lambda H, H_1: H.mul_(H_1.norm(dim=-1, keepdim=True)).div_(H.norm(dim=-1, keepdim=True)"
             " / H_1.norm(dim=-1, keepdim=True))"),
         (4, "answer_4 = looped_gpt.freeze_loop1"),
+        (4, "answer_4 = lambda H, H_1: (H.double() * H_1.norm(dim=-1, keepdim=True) / H.norm(dim=-1, keepdim=True)).numpy()"),
         (5, "answer_5 = lambda margins, threshold: 1 + (margins < threshold).cumprod(0).sum() / margins.shape[1]"),
         (5, "answer_5 = lambda margins, threshold: np.mean([next((k for k, m in enumerate(column, 1) if m >= threshold),"
             " len(column) + 1) for column in margins.T.tolist()])"),
@@ -196,6 +229,7 @@ RIGHT = {
     "02_stars_addition": [
         (1, "answer_1 = lambda a, b: ''.join([str(a), '+', str(b), '=', ' ', *reversed(str(a + b)), '§'])"),
         (2, "answer_2 = np.array([[0.0, 10.0], [0.0, 0.0]])"),
+        (2, "answer_2 = [torch.tensor([0.5, 9.0]), torch.tensor([0.0, 0.5])]"),
         (2, "answer_2 = [[0.5, 0.0], [-4.0, 0.5]]"),
         (3, "def answer_3(step, h, v, eps=1e-5):\n    h += eps * v\n    after = step(h)\n    h -= 2 * eps * v\n"
             "    return (after - step(h)) / 2 / eps"),
