@@ -105,6 +105,7 @@ WRONG = {
         (1, "answer_1 = 16 * c.n_embd / math.log(c.vocab_size)", "natural logarithm"),
         (1, "answer_1 = c.n_embd / math.log2(c.vocab_size)", "16 bits"),
         (1, "answer_1 = math.log2(c.vocab_size) / (16 * c.n_embd)", "share of a state"),
+        (1, "answer_1 = 16 * c.n_embd // math.log2(c.vocab_size)", "the state has 12,288"),
         (2, "answer_2 = lambda t, L, plain: L", "without feedback"),
         (2, "answer_2 = lambda t, L, plain: t * L", "no layers of its own"),
         (2, "answer_2 = lambda t, L, plain: L * (t - max(s for s in plain if s <= t) + 1)", "cut the chain"),
@@ -116,6 +117,10 @@ WRONG = {
         (3, "answer_3 = lambda model, h, idx: model.stack(torch.cat([model.embed(idx)[:, :1], model.fuse(model.embed(idx)[:, 1:],"
             " torch.cat([h[:, 2:], 0 * h[:, :1]], 1))], 1))", "future"),
         (3, "answer_3 = lambda model, h, idx: model.stack(model.feedback(h, model.embed(idx), model.plain(idx)))", "by hand"),
+        (3, "def answer_3(model, h, idx):\n    e = model.embed(idx)\n    h = model.stack(e)\n"
+            "    return model.stack(torch.cat([e[:, :1], model.fuse(e[:, 1:], h[:, :-1])], 1))", "the argument h"),
+        (3, "answer_3 = lambda model, h, idx: model.stack(torch.cat([model.embed(idx)[:, :1], model.fuse(model.embed(idx), h)[:, 1:]],"
+            " 1))", "its own state"),
         (4, "answer_4 = lambda n: n", "one too many"),
         (4, "answer_4 = lambda n: 1", "still off"),
         (4, "answer_4 = lambda n: n / 2", "whole number"),
@@ -123,6 +128,8 @@ WRONG = {
          "different values"),
         (5, "answer_5 = lambda h, bits: h", "different values"),
         (5, "answer_5 = lambda h, bits: 0 * h", "end points"),
+        (5, "def answer_5(h, bits):\n    low, gap = h.min(), (h.max() - h.min()) / (2 ** bits - 1)\n"
+            "    return ((h - low) / gap).round() * gap + low", "spread evenly"),
         (5, "answer_5 = lambda h, bits: (h / h.abs().max() * max(1, 2 ** (bits - 1) - 1)).round() * h.abs().max()"
             " / max(1, 2 ** (bits - 1) - 1)", "different values"),
         (6, "answer_6 = dict(change=dict(fusion='add'), seeds=(1,), claim='worse')", "at least three"),
@@ -130,7 +137,7 @@ WRONG = {
         (6, "answer_6 = dict(change=dict(fusion='add'), seeds=(1, 2, 3), claim='much worse')", "none of"),
         (6, "answer_6 = dict(change=dict(jitter=0.02), seeds=(1, 2, 3), claim='not shown')", "changes nothing"),
         (6, "answer_6 = dict(change=dict(fusion='sum'), seeds=(1, 2, 3), claim='worse')", "UserError"),
-        (6, "answer_6 = dict(base=[0.9, 0.8, 0.85], changed=[0.4, 0.3, 0.2], claim='worse')", "KeyError"),
+        (6, "answer_6 = dict(base=[0.9, 0.8, 0.85], changed=[0.4, 0.3, 0.2], claim='worse')", "the keys"),
         (6, "runs = [[measure(seed, **change) for seed in (1, 2, 3)] for change in ({}, dict(fusion='add'))]\n"
             "claim = 'worse' if max(runs[1]) >= min(runs[0]) else 'better'\n"
             "answer_6 = dict(change=dict(fusion='add'), seeds=(1, 2, 3), claim=claim)", "base"),
