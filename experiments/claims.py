@@ -409,7 +409,7 @@ for k in (1, 2, 3, 1000):
     def data_efficiency(runs, k=k):
         n = len(runs("feedback", LOSS, k))
         factor = np.array([times_the_tokens(runs, seed, k) for seed in range(n)])
-        return factor > 1.2, f"{show(factor)} times, between 1 and 3"
+        return factor > 1.2, f"{show(factor)} times the tokens (looked for between 1 and 3)"
 
 
 @claim("At equal compute it is better than a standard model", "not claimed", "passes",
