@@ -99,8 +99,8 @@ def show_source(*objects):
 
 
 # matplotlib takes the icons of its buttons from a server; these are in every font.
-ICONS = {"minus": "−", "fast-backward": "⏮", "step-backward": "◂", "play fa-flip-horizontal": "◀", "pause": "❚❚",
-         "play": "▶", "step-forward": "▸", "fast-forward": "⏭", "plus": "+"}
+ICONS = {"minus": "−", "fast-backward": "|◀", "step-backward": "◂", "play fa-flip-horizontal": "◀", "pause": "❚❚",
+         "play": "▶", "step-forward": "▸", "fast-forward": "▶|", "plus": "+"}
 
 
 def animate(figure, draw, frames, milliseconds=400):
