@@ -32,6 +32,7 @@ SWEEPS = {  # {name: (folder of its runs, what is typed behind `python experimen
     "normalization": ("stars-small-normalization",
                       f"stability.py normalization --max_steps=1000 {SEEDS}"),
     "ablation": ("stars-small-ablation", f"stability.py ablation {SEEDS}"),
+    "scratch": ("tiny_ouro-sums-scratch", f"tiny_ouro.py scratch {SEEDS}"),
     "passes": ("fullbandwidth-tiny-passes", f"feedback.py passes {SEEDS}"),
     "stabilisers": ("fullbandwidth-tiny-stabilisers", f"feedback.py stabilisers {SEEDS}"),
     "fusion": ("fullbandwidth-tiny-fusion", f"feedback.py fusion --eval_interval=50 {SEEDS}"),
