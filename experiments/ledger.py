@@ -35,6 +35,7 @@ SWEEPS = {  # {name: (folder of its runs, what is typed behind `python experimen
     "random": ("stars-addition-ablation", f"stability.py ablation --preset=addition --only=random "
                                           f"--dtype=bfloat16 {SEEDS}"),
     "optimizer": ("stars-small-optimizer", "stability.py optimizer"),
+    "scratch": ("tiny_ouro-sums-scratch", f"tiny_ouro.py scratch {SEEDS}"),
     "passes": ("fullbandwidth-tiny-passes", f"feedback.py passes {SEEDS}"),
     "stabilisers": ("fullbandwidth-tiny-stabilisers", f"feedback.py stabilisers {SEEDS}"),
     "fusion": ("fullbandwidth-tiny-fusion", f"feedback.py fusion --eval_interval=50 {SEEDS}"),

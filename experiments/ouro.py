@@ -827,11 +827,11 @@ def answer_sums(model, idx, targets, loops):
 
 
 @torch.compiler.set_stance("force_eager")  # compiled blocks have no J v
-def diagnose_answers(model, batches, loops):
-    """Print, on held-out rows in batches of (idx, targets), at each loop count: CE of solutions'
-    tokens, the share of them that greedy decoding gets right given those before, and, as means over
-    the rows, how far one more loop moves the state and the one-step gain ||J v||."""
-    loops = sorted(set(loops))
+def answer_means(model, batches, loops):
+    """(len(loops), 4), on held-out rows in batches of (idx, targets), at each of the loop counts in
+    rising order: CE of solutions' tokens, the share of them that greedy decoding gets right given
+    those before, and, as means over the rows, how far one more loop moves the state and the
+    one-step gain ||J v||."""
     device = model.lm_head.weight.device.type
     table, tokens, rows = torch.zeros(len(loops), 4), 0, 0
     for idx, targets in batches:
@@ -839,7 +839,13 @@ def diagnose_answers(model, batches, loops):
             table += answer_sums(model, idx, targets, loops)
         tokens += int((targets >= 0).sum())
         rows += len(idx)
-    table /= torch.tensor([tokens, tokens, rows, rows])
+    return table / torch.tensor([tokens, tokens, rows, rows])
+
+
+def diagnose_answers(model, batches, loops):
+    """Print answer_means."""
+    loops = sorted(set(loops))
+    table = answer_means(model, batches, loops)
     print("loops t       CE   right tokens   ||h^(t+1) - h^(t)|| / ||h^(t)||   one-step ||J v||")
     for t, (ce, right, change, gain) in zip(loops, table.tolist()):
         print(f"{t:7d}   {ce:6.4f}   {right:12.2%}   {change:31.2e}   {gain:16.4f}")

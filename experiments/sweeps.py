@@ -30,7 +30,7 @@ def main(argv, module, sweeps, report):
     script `module`."""
     usage = (f"python experiments/NAME.py SWEEP [--preset=NAME] [--seeds=A,B,...] [--only=A,B,...] "
              f"[--field=value ...]\n       python experiments/NAME.py RUN\n"
-             f"SWEEP is one of {', '.join(sweeps)}; RUN is a run of {module.__name__}")
+             f"SWEEP is one of {', '.join(sweeps)}; RUN is a run of {script_name(module)}")
     parser = train.training_parser(usage, module)
     parser.add_argument("--seeds", type=seed_list, help="as in 42,101,202 [the one of --seed]")
     parser.add_argument("--only", help="conditions of the sweep, separated by commas [all]")
@@ -47,6 +47,10 @@ def main(argv, module, sweeps, report):
     if overrides or preset or seeds or only:
         raise UserError(f"{what} is a run: its options are its own")
     report(Path(what))
+
+
+def script_name(module):
+    return Path(module.__file__).stem
 
 
 def seed_list(text):
@@ -73,7 +77,7 @@ def choose(only, conditions):
 
 def run_sweep(module, sweep_name, sweep, preset, overrides, names, seeds):
     """Train the named conditions with every seed, resuming what is there; then report on them."""
-    script = module.__name__
+    script = script_name(module)
     preset = preset or sweep.preset or next(iter(module.PRESETS))
     out = Path(overrides.get("out_dir") or f"out/{script}-{preset}-{sweep_name}")
     conditions = {name: sweep.conditions[name] for name in names}

@@ -2,8 +2,8 @@
 import numpy as np
 import pytest
 
-import train
-from experiments import blind_spot, claims, feedback, ledger, stability, state_tracking
+import fullbandwidth, looped_gpt, stars, train
+from experiments import blind_spot, claims, feedback, ledger, stability, state_tracking, sweeps, tiny_ouro
 
 OURS = {name: ledger.Runs(ledger.HERE / "runs" / folder) for name, (folder, _) in ledger.SWEEPS.items()}
 
@@ -41,15 +41,15 @@ def test_one_seed_is_one_observation_and_none_is_open(tmp_path):
 def test_the_commands_train_what_the_ledger_reads():
     """Each command names a sweep of its experiment, and the folder is the one that this sweep writes into."""
     modules = {"blind_spot.py": blind_spot, "stability.py": stability, "feedback.py": feedback,
-               "state_tracking.py": state_tracking}
-    scripts = {"blind_spot.py": "looped_gpt", "stability.py": "stars"}
+               "state_tracking.py": state_tracking, "tiny_ouro.py": tiny_ouro}
+    scripts = {"blind_spot.py": looped_gpt, "stability.py": stars, "tiny_ouro.py": tiny_ouro}
     for folder, command in ledger.SWEEPS.values():
         file, name, *options = command.split()
         sweep = modules[file].SWEEPS[name]
-        script = scripts.get(file, "fullbandwidth")
+        script = scripts.get(file, fullbandwidth)
         asked = dict(option.removeprefix("--").split("=") for option in options).get("preset")
-        preset = asked or sweep.preset or next(iter(__import__(script).PRESETS))
-        assert folder == f"{script}-{preset}-{name}"
+        preset = asked or sweep.preset or next(iter(script.PRESETS))
+        assert folder == f"{sweeps.script_name(script)}-{preset}-{name}"
 
 
 def test_a_committed_sweep_answers_all_of_its_claims():
