@@ -33,7 +33,7 @@ SWEEPS = {  # {name: (folder of its runs, what is typed behind `python experimen
                       f"stability.py normalization --max_steps=1000 {SEEDS}"),
     "ablation": ("stars-small-ablation", f"stability.py ablation {SEEDS}"),
     "random": ("stars-addition-ablation", f"stability.py ablation --preset=addition --only=random "
-                                          f"--dtype=bfloat16 {SEEDS}"),
+                                          f"{SEEDS}"),
     "optimizer": ("stars-small-optimizer", "stability.py optimizer"),
     "scratch": ("tiny_ouro-sums-scratch", f"tiny_ouro.py scratch {SEEDS}"),
     "passes": ("fullbandwidth-tiny-passes", f"feedback.py passes {SEEDS}"),
