@@ -77,15 +77,11 @@ def judge(claim, runs):
         holds, figures = claim.figures(runs[claim.sweep])
     except Missing:
         return "not run yet", "open"
-    if holds.all():
-        verdict = claim.yes
-    elif holds.any():
-        verdict = f"in {holds.sum()} of {len(holds)} seeds"
-    else:
-        verdict = claim.no
-    if len(holds) == 1:
-        verdict = f"one observation: {verdict}"
-    return figures, verdict
+    if holds.any() and not holds.all():
+        return figures, f"in {holds.sum()} of {len(holds)} seeds"
+    verdict = claim.yes if holds.all() else claim.no
+    few = {1: "one observation: ", 2: "two seeds: "}.get(len(holds), "")
+    return figures, few + verdict
 
 
 # --------------------------------------------------------------------------------------------------

@@ -24,12 +24,13 @@ def larger(runs):
 
 
 @pytest.mark.parametrize("a, verdict, figures", [
-    ((20, 30), "reproduced in kind", "25 ± 5 against 10 ± 0"),
+    ((20, 30), "two seeds: reproduced in kind", "25 ± 5 against 10 ± 0"),
     ((5, 30), "in 1 of 2 seeds", "17.5 ± 12.5 against 10 ± 0"),
-    ((5, 6), "not seen at this scale", "5.5 ± 0.5 against 10 ± 0")])
+    ((5, 6), "two seeds: not seen at this scale", "5.5 ± 0.5 against 10 ± 0"),
+    ((20, 25, 30), "reproduced in kind", "25 ± 4.08 against 10 ± 0")])
 def test_a_verdict_follows_from_every_seed(tmp_path, a, verdict, figures):
     claim = claims.Claim("paper", "text", "theirs", "s", larger)
-    assert ledger.judge(claim, runs_of(tmp_path, a=a, b=(10, 10))) == (figures, verdict)
+    assert ledger.judge(claim, runs_of(tmp_path, a=a, b=(10,) * len(a))) == (figures, verdict)
 
 
 def test_one_seed_is_one_observation_and_none_is_open(tmp_path):
