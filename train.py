@@ -893,6 +893,8 @@ def pick_dtype(name, device):
 def matmul_peak(device, dtype):
     """FLOP/s of a large square matmul, measured: what MFU is against."""
     n = 8192 if device.type == "cuda" else 2048
+    if dtype == torch.bfloat16 and pick_dtype("auto", device) != dtype:
+        n = 256  # emulated, a hundred times slower than float32
     # A generator of its own: a run's random numbers are not moved on. Random factors, since a
     # matrix of ones draws less power, and runs faster.
     generator = torch.Generator(device).manual_seed(0)
