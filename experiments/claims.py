@@ -343,7 +343,7 @@ def stable(runs):
     return (rho < 1) & (step < 1e-5), f"largest rho {show(rho)}, step at loop 256 {show(step)}"
 
 
-@claim("4-digit addition: AdamW with the paper's rate and schedule learns the task",
+@claim("Addition: AdamW with the paper's rate and schedule learns the task",
        "100% after 10,000 steps (width 512, batch 512)", "optimizer")
 def adamw(runs):
     exact = runs("adamw-paper", "exact match at step", 10_000)

@@ -154,17 +154,17 @@ def fill(text, runs):
 def collect(source, destination):
     """Copy tables, logs and configs of the sweeps in `source`; nothing that is large."""
     for folder, _ in SWEEPS.values():
-        for path in (source / folder).glob("*.csv"):
-            copy = destination / folder / path.name
+        tables = [*(source / folder).glob("*.csv")]
+        logs = (source / folder).glob("*/log.csv")
+        configs = (source / folder).glob("*/config.json")
+        for path in (*tables, *logs, *configs):
+            copy = destination / path.relative_to(source)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            train.write_csv(copy, merged(train.read_csv(copy), train.read_csv(path)))
-            print(copy)
-        for name in ("log.csv", "config.json"):
-            for path in (source / folder).glob(f"*/{name}"):
-                copy = destination / path.relative_to(source)
-                copy.parent.mkdir(parents=True, exist_ok=True)
+            if path in tables:
+                train.write_csv(copy, merged(train.read_csv(copy), train.read_csv(path)))
+            else:
                 shutil.copyfile(path, copy)
-                print(copy)
+            print(copy)
 
 
 def merged(old, new):

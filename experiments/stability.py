@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import stars
 import train
 from experiments import sweeps
-from experiments.sweeps import Sweep, tabulate
+from experiments.sweeps import Sweep, csv_cells, tabulate
 from stars import LOOPS
 
 
@@ -112,9 +112,7 @@ def race(runs, out):
     csv_rows = []
     for (condition, seed), path in runs.items():
         steps, times, exact = zip(*learning_curve(path))
-        for step, value in zip(steps, exact):
-            csv_rows.append({"condition": condition, "seed": seed, "table": "exact match at step",
-                             "column": step, "value": value})
+        csv_rows += csv_cells(condition, seed, "exact match at step", "", steps, exact)
         reached = "never"
         if 1 in exact:
             first = exact.index(1)

@@ -130,14 +130,18 @@ def tabulate(measure, axes, runs, out):
             values = torch.as_tensor(values).double().cpu()
             table = tables.setdefault((title, tuple(columns)), {})
             table.setdefault(f"{condition}{row}", []).append(values)
-            for column, value in zip(columns, values.tolist()):
-                csv_rows.append({"condition": condition, "seed": seed, "table": title,
-                                 "row": row.strip(", "), "column": column, "value": value})
+            csv_rows += csv_cells(condition, seed, title, row.strip(", "), columns, values.tolist())
     train.write_csv(out / f"{measure.__name__}.csv", csv_rows)
     for (title, columns), table in tables.items():
         print_table(title, columns, table)
     draw(tables, axes, out / f"{measure.__name__}.png")
     print(f"\nwritten to {out}/{measure.__name__}.csv", flush=True)
+
+
+def csv_cells(condition, seed, title, row, columns, values):
+    """The rows of a CSV of single values: one for each column of a row of a table."""
+    return [{"condition": condition, "seed": seed, "table": title, "row": row, "column": column,
+             "value": value} for column, value in zip(columns, values)]
 
 
 def print_table(title, columns, table):
