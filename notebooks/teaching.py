@@ -6,6 +6,7 @@ A notebook's first cell finds the repository, puts it and this folder on sys.pat
 import base64
 import inspect
 import io
+import os
 import re
 import textwrap
 import time
@@ -26,7 +27,7 @@ BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW = "#0072B2", "#E69F00", "#009E73", "
 COLOURS, GREY = [BLUE, ORANGE, GREEN, PINK, SKY, RED], "#666666"
 START = time.perf_counter()
 
-set_matplotlib_formats("retina")
+set_matplotlib_formats("png" if os.environ.get("FAST", "0") != "0" else "retina")  # twice the dots, unless in a quick check
 plt.rcParams.update({  # for a projector: as wide as a page, and no letter below 12 points
     "figure.figsize": (12, 4.6), "figure.dpi": 72, "figure.constrained_layout.use": True, "font.size": 14,
     "axes.titlesize": 16, "axes.labelsize": 15, "legend.fontsize": 13, "lines.linewidth": 2.4, "lines.markersize": 7,

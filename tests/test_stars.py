@@ -252,10 +252,10 @@ def test_instruments_agree_with_the_full_jacobian(fields):
     J = full_jacobians(model, h)
     rho, N = torch.linalg.eigvals(J).abs().amax(-1), J.shape[-1]
     close = lambda a, b, tolerance: torch.allclose(a, b, rtol=tolerance)
-    assert close(stars.jacobian_gain(model, h, 600, generator()), J.flatten(1).norm(dim=1) / math.sqrt(N), 0.05)
-    assert close(stars.sigma_max(model, h, 300, generator()), torch.linalg.matrix_norm(J, 2), 1e-6)
+    assert close(stars.jacobian_gain(model, h, 300, generator()), J.flatten(1).norm(dim=1) / math.sqrt(N), 0.05)
+    assert close(stars.sigma_max(model, h, 150, generator()), torch.linalg.matrix_norm(J, 2), 1e-6)
     assert close(stars.spectral_radius_arnoldi(model, h, N, generator()), rho, 1e-8)
-    assert close(stars.spectral_radius_power(model, h, 600, generator()), rho, 0.02)
+    assert close(stars.spectral_radius_power(model, h, 300, generator()), rho, 0.02)
 
 
 def test_arnoldi_finds_the_spectral_radius_in_a_small_krylov_space():
