@@ -97,13 +97,16 @@ def whole_ledger(runs):
     """The commands of the sweeps, how often each verdict was given, and a table for each paper."""
     commands = [[name, f"`python experiments/{command}`"] for name, (_, command) in SWEEPS.items()]
     judged = [(claim, *judge(claim, runs)) for claim in CLAIMS]
-    verdicts = collections.Counter(verdict for _, _, verdict in judged)
-    counted = ", ".join(f"{n} {verdict}" for verdict, n in verdicts.most_common())
-    parts = [markdown(["runs", "command"], commands), f"{len(CLAIMS)} claims: {counted}."]
+    parts = [markdown(["runs", "command"], commands)]
+    for ours, name in ((False, "claims of the papers"), (True, "questions of ours")):
+        verdicts = collections.Counter(verdict for claim, _, verdict in judged
+                                       if claim.ours == ours)
+        counted = ", ".join(f"{n} {verdict}" for verdict, n in verdicts.most_common())
+        parts.append(f"{verdicts.total()} {name}: {counted}.")
     rows = collections.defaultdict(list)
     for number, (claim, figures, verdict) in enumerate(judged, start=1):
-        rows[claim.paper].append([str(number), claim.text, claim.theirs, figures, claim.sweep,
-                                  verdict])
+        theirs = "(a question of ours)" if claim.ours else claim.theirs
+        rows[claim.paper].append([str(number), claim.text, theirs, figures, claim.sweep, verdict])
     for paper, of_paper in rows.items():
         header = ["", f"arXiv {paper}: the claim", "the paper", "here", "runs", "verdict"]
         parts.append(markdown(header, of_paper))

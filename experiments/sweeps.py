@@ -145,7 +145,7 @@ def csv_cells(condition, seed, title, row, columns, values):
 
 
 def print_table(title, columns, table):
-    """Print each row's mean and, of several seeds, its standard deviation below."""
+    """Print each row's mean and, of several seeds, its sample standard deviation below."""
     width = max(len(title), *(len(row) for row in table))
     cell = max(12, *(len(str(column)) + 2 for column in columns))
     print(f"\n{title:{width}}" + "".join(f"{column!s:>{cell}}" for column in columns))
@@ -154,7 +154,7 @@ def print_table(title, columns, table):
         mean = values.mean(0).tolist()
         print(f"{row:{width}}" + "".join(f"{value:>{cell}.4g}" for value in mean))
         if len(values) > 1:
-            spread = values.std(0, correction=0).tolist()
+            spread = values.std(0).tolist()
             print(f"{'  +-':{width}}" + "".join(f"{value:>{cell}.4g}" for value in spread))
 
 

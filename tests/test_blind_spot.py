@@ -149,7 +149,8 @@ def test_the_sweep_trains_seven_conditions_once_and_tabulates_them(tmp_path, mon
     printed = capsys.readouterr().out.split(blind_spot.PPL)[1].splitlines()
     mean, spread = (float(line.split()[2]) for line in printed[printed.index(next(
         line for line in printed if line.startswith("per_loop+raw "))):][:2])
-    assert mean == pytest.approx(sum(ppl) / 2, rel=1e-3) and spread == pytest.approx(abs(ppl[0] - ppl[1]) / 2, rel=1e-2)
+    assert mean == pytest.approx(sum(ppl) / 2, rel=1e-3) and spread == pytest.approx(
+            abs(ppl[0] - ppl[1]) / math.sqrt(2), rel=1e-2)  # of two values, with n - 1
 
     model, options, tokenizer = train.load_model(tmp_path / "per_loop+raw-seed2", "looped_gpt", looped_gpt.LoopedGPT)
     _, batches = train.validation_batches(options, tokenizer, model, options.eval_batches)

@@ -24,10 +24,10 @@ def larger(runs):
 
 
 @pytest.mark.parametrize("a, verdict, figures", [
-    ((20, 30), "two seeds: reproduced in kind", "25 ± 5 against 10 ± 0"),
-    ((5, 30), "in 1 of 2 seeds", "17.5 ± 12.5 against 10 ± 0"),
-    ((5, 6), "two seeds: not seen at this scale", "5.5 ± 0.5 against 10 ± 0"),
-    ((20, 25, 30), "reproduced in kind", "25 ± 4.08 against 10 ± 0")])
+    ((20, 30), "two seeds: reproduced in kind", "25 ± 7.07 against 10 ± 0"),
+    ((5, 30), "in 1 of 2 seeds", "17.5 ± 17.7 against 10 ± 0"),
+    ((5, 6), "two seeds: not seen at this scale", "5.5 ± 0.707 against 10 ± 0"),
+    ((20, 25, 30), "reproduced in kind", "25 ± 5 against 10 ± 0")])
 def test_a_verdict_follows_from_every_seed(tmp_path, a, verdict, figures):
     claim = claims.Claim("paper", "text", "theirs", "s", larger)
     assert ledger.judge(claim, runs_of(tmp_path, a=a, b=(10,) * len(a))) == (figures, verdict)
@@ -75,7 +75,7 @@ def test_readme_has_what_the_committed_runs_give():
 def test_a_table_is_computed_between_its_marks(tmp_path):
     runs = runs_of(tmp_path, a=(0.25, 0.75), b=(1.0,))
     text = "before <!-- s | t | 4, 8 | percent -->old<!-- end --> after"
-    expected = "| t | 4 | 8 |\n| --- | --- | --- |\n| a | 50.0 ± 25.0% |  |\n| b | 100.0% |  |"
+    expected = "| t | 4 | 8 |\n| --- | --- | --- |\n| a | 50.0 ± 35.4% |  |\n| b | 100.0% |  |"
     assert ledger.fill(text, runs) == f"before <!-- s | t | 4, 8 | percent -->\n\n{expected}\n\n<!-- end --> after"
 
 
