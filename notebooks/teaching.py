@@ -27,13 +27,17 @@ BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW = "#0072B2", "#E69F00", "#009E73", "
 COLOURS, GREY = [BLUE, ORANGE, GREEN, PINK, SKY, RED], "#666666"
 START = time.perf_counter()
 
-set_matplotlib_formats("png" if os.environ.get("FAST", "0") != "0" else "retina")  # twice the dots, unless in a quick check
 plt.rcParams.update({  # for a projector: as wide as a page, and no letter below 12 points
     "figure.figsize": (12, 4.6), "figure.dpi": 72, "figure.constrained_layout.use": True, "font.size": 14,
     "axes.titlesize": 16, "axes.labelsize": 15, "legend.fontsize": 13, "lines.linewidth": 2.4, "lines.markersize": 7,
     "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
     "axes.prop_cycle": plt.cycler(color=COLOURS, linestyle=["-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2))]),
 })
+if os.environ.get("FAST", "0") == "0":
+    set_matplotlib_formats("retina")  # twice the dots
+else:  # a quick check of the notebook: each picture is drawn once, without a look at what fits where
+    set_matplotlib_formats("png", bbox_inches=None)
+    plt.rcParams["figure.constrained_layout.use"] = False
 
 
 class progress:
