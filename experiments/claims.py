@@ -506,7 +506,7 @@ for k in (1, 2, 3, 1000):
         if (ours > standard).all():
             return ours < standard, f"fewer: {show(ours, '.3f')} against {show(standard, '.3f')}"
         factor = np.array([times_the_tokens(runs, seed, k) for seed in range(len(ours))])
-        return factor > 1.2, f"{show(factor)} times the tokens"
+        return factor > 1.05, f"{show(factor)} times the tokens"
 
 
 @question("At equal compute, is full bandwidth better than a standard model?", "passes")
@@ -554,12 +554,11 @@ def update_shrinks(runs):
 for off, text in (("no-input-norm", "the shared input norm"), ("no-jitter", "jitter"),
                   ("no-prefix-mix", "the prefix mix-in"), ("no-depth-scale", "depth scaling"),
                   ("no-tying", "tied embeddings")):
-    @claim(f"Recipe: many passes end lower with {text}", "part of the recipe", "stabilisers",
-           no=CONTRADICTED)
+    @claim(f"Recipe: many passes end lower with {text}", "part of the recipe", "stabilisers")
     def stabiliser(runs, off=off):
         on, without = (runs(f"{name}-0+97+3", LOSS, 1000) for name in ("all-on", off))
-        return on < without, (f"loss of pass 1,000: {show(on, '.2f')} with, "
-                              f"{show(without, '.2f')} without")
+        figures = f"loss of pass 1,000: {show(on, '.2f')} with, {show(without, '.2f')} without"
+        return on < 0.98 * without, figures  # less than 2% is no difference
 
 
 @claim("In training the state's path through the fusion grows with the gate, not when it is added",
