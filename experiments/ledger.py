@@ -21,6 +21,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import train
 from experiments.claims import CLAIMS, percent, show
+from experiments.sweeps import merged
 from train import UserError, check_fields
 
 SEEDS = "--seeds=42,101,202"
@@ -62,11 +63,29 @@ class Runs:
                 key = cell["condition"], cell["table"], cell["column"], cell.get("row", "")
                 self.values.setdefault(key, {})[cell["seed"]] = cell["value"]
 
-    def __call__(self, condition, table, column, row=""):
-        of_seeds = self.values.get((condition, table, column, row))
-        if of_seeds is None:
+    def of_seeds(self, condition, table, column, row=""):
+        """{seed: value}"""
+        if (condition, table, column, row) not in self.values:
             raise Missing(f"{condition}: {table} {column} {row}")
+        return self.values[condition, table, column, row]
+
+    def __call__(self, *key):
+        of_seeds = self.of_seeds(*key)
         return np.array([of_seeds[seed] for seed in sorted(of_seeds)])
+
+    def common(self, figures):
+        """The same values, only of the seeds that have all for which figures(runs) asks: so that
+        two conditions are compared seed by seed."""
+        asked = []
+
+        def note(*key):
+            asked.append(set(self.of_seeds(*key)))
+            return np.ones(1)
+        figures(note)
+        seeds = sorted(set.intersection(*asked))
+        if not seeds:
+            raise Missing("no seed has them all")
+        return lambda *key: np.array([self.of_seeds(*key)[seed] for seed in seeds])
 
 
 def judge(claim, runs):
@@ -74,7 +93,7 @@ def judge(claim, runs):
     if claim.instead:
         return claim.instead, claim.yes
     try:
-        holds, figures = claim.figures(runs[claim.sweep])
+        holds, figures = claim.figures(runs[claim.sweep].common(claim.figures))
     except Missing:
         return "not run yet", "open"
     if holds.any() and not holds.all():
@@ -156,6 +175,12 @@ def fill(text, runs):
 
 def collect(source, destination):
     """Copy tables, logs and configs of the sweeps in `source`; nothing that is large."""
+    if destination.exists() and source.samefile(destination):
+        raise UserError(f"--collect={source}: that is where they are collected; name the folder "
+                        f"that your sweeps are in, as out")
+    if not any((source / folder).is_dir() for folder, _ in SWEEPS.values()):
+        raise UserError(f"--collect={source}: no folder of a sweep is in it, as "
+                        f"{SWEEPS['table1'][0]}; name their parent, as out")
     for folder, _ in SWEEPS.values():
         tables = [*(source / folder).glob("*.csv")]
         logs = (source / folder).glob("*/log.csv")
@@ -168,13 +193,6 @@ def collect(source, destination):
             else:
                 shutil.copyfile(path, copy)
             print(copy)
-
-
-def merged(old, new):
-    """The rows of two tables of single values: of a run in both, the new ones. So seeds and
-    conditions may be trained one by one, on several machines."""
-    measured = {(row["condition"], row["seed"]) for row in new}
-    return [row for row in old if (row["condition"], row["seed"]) not in measured] + new
 
 
 @dataclass

@@ -124,7 +124,8 @@ def race(runs, out):
     axes[0].set(xlabel="step", ylabel="exact match")
     axes[1].set(xlabel="seconds of training")
     axes[0].legend(fontsize="x-small")
-    train.write_csv(out / "race.csv", csv_rows)
+    path = out / "race.csv"
+    train.write_csv(path, sweeps.merged(train.read_csv(path), csv_rows))
     figure.savefig(out / "race.png", dpi=120)
     print(f"written to {out}/race.csv, drawn in {out}/race.png")
 

@@ -252,6 +252,10 @@ def right_answers(model, data, task, prompts, labels):
 
 def report(path):
     """Every table of one run."""
+    dataset = train.load_checkpoint(path, "fullbandwidth")["options"]["dataset"]
+    if dataset != "statetrack":
+        raise train.UserError(f"{path} was trained on {dataset}, not on programs: "
+                              f"python experiments/feedback.py {path}")
     feedback.report(path, statetrack)
 
 

@@ -131,7 +131,8 @@ def tabulate(measure, axes, runs, out):
             table = tables.setdefault((title, tuple(columns)), {})
             table.setdefault(f"{condition}{row}", []).append(values)
             csv_rows += csv_cells(condition, seed, title, row.strip(", "), columns, values.tolist())
-    train.write_csv(out / f"{measure.__name__}.csv", csv_rows)
+    path = out / f"{measure.__name__}.csv"
+    train.write_csv(path, merged(train.read_csv(path), csv_rows))
     for (title, columns), table in tables.items():
         print_table(title, columns, table)
     draw(tables, axes, out / f"{measure.__name__}.png")
@@ -142,6 +143,13 @@ def csv_cells(condition, seed, title, row, columns, values):
     """The rows of a CSV of single values: one for each column of a row of a table."""
     return [{"condition": condition, "seed": seed, "table": title, "row": row, "column": column,
              "value": value} for column, value in zip(columns, values)]
+
+
+def merged(old, new):
+    """The rows of two tables of single values: of a run in both, the new ones. So seeds and
+    conditions may be trained one by one, on several machines."""
+    measured = {(row["condition"], row["seed"]) for row in new}
+    return [row for row in old if (row["condition"], row["seed"]) not in measured] + new
 
 
 def print_table(title, columns, table):
@@ -181,6 +189,8 @@ def draw(tables, axes, path):
         panel.set(title=message, xlabel=xlabel, ylabel=ylabel, xscale=xscale, yscale=yscale)
         if xscale == "linear":
             panel.xaxis.get_major_locator().set_params(integer=True)
+        if panel.get_legend_handles_labels()[1] != panels[0].get_legend_handles_labels()[1]:
+            panel.legend(fontsize="x-small")  # rows of its own
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper",
                   fontsize="small")
     figure.savefig(path, dpi=120)

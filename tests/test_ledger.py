@@ -39,6 +39,23 @@ def test_one_seed_is_one_observation_and_none_is_open(tmp_path):
     assert ledger.judge(claim, runs_of(tmp_path, a=(20,))) == ("not run yet", "open")
 
 
+def test_conditions_are_compared_on_the_seeds_that_they_share(tmp_path):
+    claim = claims.Claim("paper", "text", "theirs", "s", larger)
+    rows = [{"condition": c, "seed": seed, "table": "t", "row": "", "column": 4, "value": value}
+            for c, seed, value in (("a", 1, 50), ("a", 2, 20), ("b", 2, 10), ("b", 3, 40))]
+    train.write_csv(tmp_path / "measure.csv", rows)
+    expected = ("20 against 10", "one observation: reproduced in kind")
+    assert ledger.judge(claim, {"s": ledger.Runs(tmp_path)}) == expected
+    train.write_csv(tmp_path / "measure.csv", [row for row in rows if row["seed"] != 2])
+    assert ledger.judge(claim, {"s": ledger.Runs(tmp_path)}) == ("not run yet", "open")
+
+
+def test_nothing_to_collect_is_said(tmp_path):
+    for folder, reason in ((tmp_path, "no folder of a sweep is in it"), (ledger.HERE / "runs", "that is where they are collected")):
+        with pytest.raises(train.UserError, match=reason):
+            ledger.main([f"--collect={folder}"])
+
+
 def test_the_commands_train_what_the_ledger_reads():
     """Each command names a sweep of its experiment, and the folder is the one that this sweep writes into."""
     modules = {"blind_spot.py": blind_spot, "stability.py": stability, "feedback.py": feedback,
