@@ -602,7 +602,6 @@ def within(runs):
 
 
 SIZES = (0, 8, 32)  # no-ops between the state and the question
-UNTRAINED = "untrained, "
 
 
 def probed(runs, task, size, prefill, who=""):
@@ -610,8 +609,11 @@ def probed(runs, task, size, prefill, who=""):
     return runs("feedback", f"{task}, size {size}: probes", "depth 0", f"{who}{prefill}")
 
 
-def of_sizes(task, shares):
-    return f"{', '.join(percent(share) for share in shares)} ({', '.join(map(str, SIZES))} no-ops)"
+def probed_sizes(runs, task, prefill, who=""):
+    """(the same for each of SIZES, (sizes, seeds); figures)"""
+    read = np.array([probed(runs, task, n, prefill, who) for n in SIZES])
+    shares = ", ".join(percent(of_seeds) for of_seeds in read)
+    return read, f"{shares} ({', '.join(map(str, SIZES))} no-ops)"
 
 
 by_test("Sec. 4.4: after a standard prefill a probe at depth 0 reads nothing, since all programs "
@@ -620,21 +622,20 @@ for task in ("completion", "memory"):
     @claim(f"Sec. 4.4, {task}: after one recurrent step a probe reads the answer at depth 0",
            "99.6%" if task == "completion" else "100%", "statetrack", yes="reproduced")
     def one_recurrent_step(runs, task=task):
-        read = [probed(runs, task, n, "last 1 recurrent") for n in SIZES]
-        return np.minimum.reduce(read) > 0.95, of_sizes(task, read)
+        read, figures = probed_sizes(runs, task, "last 1 recurrent")
+        return read.min(0) > 0.95, figures
 
     @question(f"Sec. 4.4, {task}: is it training that makes it readable there?", "statetrack")
     def by_training(runs, task=task):
-        read = [probed(runs, task, n, "last 1 recurrent", UNTRAINED) for n in SIZES]
-        trained = [probed(runs, task, n, "last 1 recurrent") for n in SIZES]
-        better = np.minimum.reduce([a - b for a, b in zip(trained, read)])
-        return better > 0.05, f"untrained {of_sizes(task, read)}"
+        read, _ = probed_sizes(runs, task, "last 1 recurrent")
+        before, figures = probed_sizes(runs, task, "last 1 recurrent", "untrained, ")
+        return (read - before).min(0) > 0.05, f"untrained {figures}"
 
     @claim(f"Sec. 4.4, {task}: after the full recurrence it is read there too", "compared",
            "statetrack")
     def full_recurrence(runs, task=task):
-        read = [probed(runs, task, n, "recurrence") for n in SIZES]
-        return np.minimum.reduce(read) > 0.95, of_sizes(task, read)
+        read, figures = probed_sizes(runs, task, "recurrence")
+        return read.min(0) > 0.95, figures
 
 
 out_of_reach("Sec. 4.4: the same with 128 and 256 no-ops", "completion, memory",

@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import train
 from experiments.claims import CLAIMS, percent, show
-from experiments.sweeps import merged
+from experiments.sweeps import update_csv
 from train import UserError, check_fields
 
 SEEDS = "--seeds=42,101,202"
@@ -189,7 +189,7 @@ def collect(source, destination):
             copy = destination / path.relative_to(source)
             copy.parent.mkdir(parents=True, exist_ok=True)
             if path in tables:
-                train.write_csv(copy, merged(train.read_csv(copy), train.read_csv(path)))
+                update_csv(copy, train.read_csv(path))
             else:
                 shutil.copyfile(path, copy)
             print(copy)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import stars
 import train
 from experiments import sweeps
-from experiments.sweeps import Sweep, csv_cells, tabulate
+from experiments.sweeps import Sweep, csv_cells, tabulate, update_csv
 from stars import LOOPS
 
 
@@ -124,8 +124,7 @@ def race(runs, out):
     axes[0].set(xlabel="step", ylabel="exact match")
     axes[1].set(xlabel="seconds of training")
     axes[0].legend(fontsize="x-small")
-    path = out / "race.csv"
-    train.write_csv(path, sweeps.merged(train.read_csv(path), csv_rows))
+    update_csv(out / "race.csv", csv_rows)
     figure.savefig(out / "race.png", dpi=120)
     print(f"written to {out}/race.csv, drawn in {out}/race.png")
 

@@ -131,8 +131,7 @@ def tabulate(measure, axes, runs, out):
             table = tables.setdefault((title, tuple(columns)), {})
             table.setdefault(f"{condition}{row}", []).append(values)
             csv_rows += csv_cells(condition, seed, title, row.strip(", "), columns, values.tolist())
-    path = out / f"{measure.__name__}.csv"
-    train.write_csv(path, merged(train.read_csv(path), csv_rows))
+    update_csv(out / f"{measure.__name__}.csv", csv_rows)
     for (title, columns), table in tables.items():
         print_table(title, columns, table)
     draw(tables, axes, out / f"{measure.__name__}.png")
@@ -145,11 +144,13 @@ def csv_cells(condition, seed, title, row, columns, values):
              "value": value} for column, value in zip(columns, values)]
 
 
-def merged(old, new):
-    """The rows of two tables of single values: of a run in both, the new ones. So seeds and
+def update_csv(path, rows):
+    """Write a table of single values, and keep what was there of other runs: so seeds and
     conditions may be trained one by one, on several machines."""
-    measured = {(row["condition"], row["seed"]) for row in new}
-    return [row for row in old if (row["condition"], row["seed"]) not in measured] + new
+    measured = {(row["condition"], row["seed"]) for row in rows}
+    kept = [row for row in train.read_csv(path)
+            if (row["condition"], row["seed"]) not in measured]
+    train.write_csv(path, kept + rows)
 
 
 def print_table(title, columns, table):
@@ -173,6 +174,7 @@ def draw(tables, axes, path):
     if not drawn:
         return
     figure, panels = train.new_figure(len(drawn))
+    in_legend = list(next(iter(drawn.values())))  # the rows of the first panel
     for panel, ((title, columns), table) in zip(panels, drawn.items()):
         xscale, yscale, message = axes[title]
         means = [torch.stack(of_seeds).mean(0) for of_seeds in table.values()]
@@ -189,8 +191,8 @@ def draw(tables, axes, path):
         panel.set(title=message, xlabel=xlabel, ylabel=ylabel, xscale=xscale, yscale=yscale)
         if xscale == "linear":
             panel.xaxis.get_major_locator().set_params(integer=True)
-        if panel.get_legend_handles_labels()[1] != panels[0].get_legend_handles_labels()[1]:
-            panel.legend(fontsize="x-small")  # rows of its own
+        if list(table) != in_legend:
+            panel.legend(fontsize="x-small")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper",
                   fontsize="small")
     figure.savefig(path, dpi=120)

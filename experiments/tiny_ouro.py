@@ -75,10 +75,11 @@ def train_model(run):
             raise UserError(f"{base} is not there to start from: train {c.init_from} first, in the "
                             f"same sweep")
         ckpt = train.load_checkpoint(base, run.name)
-        if ckpt["step"] < ckpt["max_steps"] or ckpt["config"]["n_embd"] != c.n_embd:
-            raise UserError(f"{base} is of another width, or not trained to its end: train "
-                            f"{c.init_from} first, in the same sweep")
-        model.load_state_dict(ckpt["weights"])
+        if ckpt["step"] < ckpt["max_steps"]:
+            raise UserError(f"{base} is not trained to its end: train {c.init_from} first, in the "
+                            f"same sweep")
+        with train.restoring(f"{base} does not fit the model that is to start from it"):
+            model.load_state_dict(ckpt["weights"])
     model = run.prepare(model)
     while run.step < run.max_steps:
         run.begin_step()
