@@ -1,8 +1,10 @@
-"""Every notebook, and its solution, runs from top to bottom in a fresh kernel with FAST=1, and the checks of its exercises
-say what they should. Two kernels run at a time, one thread each."""
+"""Every lesson runs from top to bottom in a fresh kernel with FAST=1, and the checks of its exercises say what they should.
+Its solution is the same notebook with the answers filled in: they are tried in the lesson's kernel, which trains the models
+once. Two kernels run at a time, one thread each."""
 import json
 import os
 import re
+import symtable
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,8 +14,9 @@ import pytest
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
-PATHS = sorted([*FOLDER.glob("*.ipynb"), *FOLDER.glob("solutions/*.ipynb")])
-each_notebook = pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(FOLDER)))
+LESSONS, SOLUTIONS = sorted(FOLDER.glob("*.ipynb")), sorted(FOLDER.glob("solutions/*.ipynb"))
+each_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+each_notebook = pytest.mark.parametrize("path", LESSONS + SOLUTIONS, ids=lambda path: str(path.relative_to(FOLDER)))
 
 # Stands in for what notebook 04's `measure` would have found, for the checks of its exercise 6.
 MEASURED = ("MEASURED.update({(seed, lambda_0, ()): {'accuracy': 0.5 - lambda_0 + seed / 100, 'scale': 50.0 * seed - lambda_0}"
@@ -191,7 +194,6 @@ WRONG = {
     ],
 }
 
-# Unusual answers that are right all the same, {notebook: [(exercise, code)]}.
 # Right answers in an unusual form, {notebook: [(exercise, code)]}: the check must say Right.
 RIGHT = {
     "01_readout_blind_spot": [
@@ -264,12 +266,24 @@ RIGHT = {
 
 
 def is_solution(path):
-    return path.parent.name == "solutions"
+    return path in SOLUTIONS
+
+
+def solution_of(path):
+    return path.parent / "solutions" / path.name
+
+
+def code_cells(path):
+    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+
+
+def is_check(cell):
+    """Whether it is the cell that checks an exercise; the answer stands in the one before it."""
+    return "check" in cell.metadata.get("tags", [])
 
 
 def checks(nb):
-    """The cells that check an exercise."""
-    return [cell for cell in nb.cells if "check" in cell.metadata.get("tags", [])]
+    return [cell for cell in nb.cells if is_check(cell)]
 
 
 def printed(cell):
@@ -286,27 +300,41 @@ def our_stderr(nb):
     return OF_A_DEPENDENCY.sub("", "".join(output.text for output in outputs))
 
 
-def run(path, ipython_folder):
-    """The executed notebook. In an unanswered one each check is followed by the wrong answers for it (tagged `wrong`) and the
-    unusual right ones (tagged `right`)."""
+# Around whatever an answer does: afterwards every name is what it was.
+KEEP = "KEPT = dict(globals())"
+RESTORE = "for name in globals().keys() - KEPT.keys() - {'KEPT'}:\n    del globals()[name]\nglobals().update(KEPT)"
+
+
+def with_answers(path):
+    """The lesson. Each check is followed by itself on the wrong answers for it (tagged `wrong`), the unusual right ones and
+    the solution's (tagged `right`); a later cell that looks at an answer is run with the solution's too."""
     nb = nbformat.read(path, as_version=4)
-    if not is_solution(path):
-        cells, number = [], 0
-        for cell in nb.cells:
-            cells.append(cell)
-            if cell in checks(nb):
-                number += 1
-                unanswered = cells[-2].source
-                for n, code, reason in WRONG.get(path.stem, []):
-                    if n == number:
-                        wrong = {"tags": ["wrong"], "reason": reason, "code": code}
-                        cells.append(nbformat.v4.new_code_cell(f"{code}\n{cell.source}", metadata=wrong))
-                for n, code in RIGHT.get(path.stem, []):
-                    if n == number:
-                        right = {"tags": ["right"], "code": code}
-                        cells.append(nbformat.v4.new_code_cell(f"{code}\n{cell.source}", metadata=right))
-                cells.append(nbformat.v4.new_code_cell(unanswered))
-        nb.cells = cells
+    solution = code_cells(solution_of(path))
+    answers = [answer.source for answer, check in zip(solution, solution[1:]) if is_check(check)]
+    cells, number = [], 0
+
+    def insert(*sources, **metadata):
+        for source in (KEEP, *sources, RESTORE):
+            cells.append(nbformat.v4.new_code_cell(source, metadata=metadata if source is sources[-1] else {}))
+    for cell in nb.cells:
+        cells.append(cell)
+        if is_check(cell):
+            number += 1
+            for n, code, reason in WRONG[path.stem]:
+                if n == number:
+                    insert(code, cell.source, tags=["wrong"], reason=reason)
+            for code in [code for n, code in RIGHT[path.stem] if n == number] + [answers[number - 1]]:
+                insert(code, cell.source, tags=["right"])
+        elif cell.cell_type == "code":
+            for n in range(number):
+                if f"answer_{n + 1}" in cell.source:
+                    insert(answers[n], cell.source)
+    nb.cells = cells
+    return nb
+
+
+def run(path, ipython_folder):
+    nb = with_answers(path)
     client = NotebookClient(nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}})
     client.execute(env=os.environ | {"FAST": "1", "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(ipython_folder)})
     return nb
@@ -322,27 +350,50 @@ def executed(request, tmp_path_factory):
     pool.shutdown(cancel_futures=True)
 
 
-def test_there_are_notebooks_and_each_has_its_solution():
-    assert PATHS
-    assert {p.name for p in PATHS if is_solution(p)} == {p.name for p in PATHS if not is_solution(p)}
+def test_each_lesson_has_its_solution():
+    assert LESSONS and [solution_of(path) for path in LESSONS] == SOLUTIONS
 
 
-@each_notebook
+def names_set(source):
+    symbols = symtable.symtable(source, "cell", "exec").get_symbols()
+    return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+
+
+def names_read(table):
+    """The global names that a cell, or a function in it, looks up."""
+    outside = {s.get_name() for s in table.get_symbols() if table.get_type() == "module" or s.is_global()}
+    return outside.union(*map(names_read, table.get_children()))
+
+
+@each_lesson
+def test_a_solution_is_its_lesson_with_the_answers_filled_in(path):
+    """What runs in the one then runs in the other: code differs in the answers only, and no later cell takes a name from
+    one of them, except for answer_1, answer_2, .."""
+    lesson, solution = code_cells(path), code_cells(solution_of(path))
+    answers = [i for i in range(len(lesson) - 1) if is_check(lesson[i + 1])]
+    assert [i for i, (a, b) in enumerate(zip(lesson, solution, strict=True)) if a.source != b.source] == answers
+    for i in answers:
+        given = names_set(lesson[i].source) | names_set(solution[i].source)
+        for later in solution[i + 2:]:
+            given -= names_set(later.source)
+            taken = names_read(symtable.symtable(later.source, path.name, "exec"))
+            assert all(name.startswith("answer_") for name in given & taken), (given & taken, later.source)
+
+
+@each_lesson
 def test_runs_in_a_fresh_kernel_and_its_checks_say_what_they_should(path, executed):
     nb = executed[path].result()
     assert not our_stderr(nb)
     assert 4 <= len(checks(nb)) <= 6
     for number, cell in enumerate(checks(nb), 1):
-        if is_solution(path):
-            assert printed(cell).startswith("Right: "), printed(cell)
-        else:
-            assert printed(cell).startswith(f"Not yet: exercise {number} still holds `...`. Write your answer in the cell")
-    for cell in nb.cells:
-        if "wrong" in cell.metadata.get("tags", []):
-            text = printed(cell)
-            assert text.startswith("Not yet: ") and cell.metadata.reason in text, (cell.metadata.code, text)
-        if "right" in cell.metadata.get("tags", []):
-            assert printed(cell).startswith("Right: "), (cell.metadata.code, printed(cell))
+        assert printed(cell).startswith(f"Not yet: exercise {number} still holds `...`. Write your answer in the cell")
+    tagged = lambda tag: [cell for cell in nb.cells if tag in cell.metadata.get("tags", [])]
+    for cell in tagged("wrong"):
+        text = printed(cell)
+        assert text.startswith("Not yet: ") and cell.metadata.reason in text, (cell.source, text)
+    for cell in tagged("right"):
+        assert printed(cell).startswith("Right: "), (cell.source, printed(cell))
+    assert len(tagged("right")) == len(checks(nb)) + len(RIGHT[path.stem])
 
 
 def test_a_dependencys_warning_is_forgiven_and_ours_is_not():
