@@ -18,6 +18,18 @@ def fixed_seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def pictures():
+    """Asked for by a test of what a picture shows: figures are drawn in it."""
+
+
+@pytest.fixture(autouse=True)
+def empty_pictures(request, monkeypatch):
+    """Elsewhere a figure is made and its file is left empty: drawing one takes as long as a small training."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **options: Path(path).write_bytes(b""))
+
+
 def step_gradients(model, data, world=1, **arguments):
     """The gradients of training step 4 as one vector: the sum of what every process does with its share of the rows."""
     model.zero_grad()

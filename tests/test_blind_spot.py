@@ -118,7 +118,7 @@ def test_calibrated_halting_stays_within_its_tolerance():
 
 # The report on a run, and the sweep
 
-def test_diagnosing_a_run_prints_every_diagnostic_and_draws_them(train_run, capsys):
+def test_diagnosing_a_run_prints_every_diagnostic_and_draws_them(train_run, capsys, pictures):
     blind_spot.main([str(train_run("--readout=raw", "--num_loops=1", out="one loop"))])
     capsys.readouterr()
     out = train_run("--readout=raw", "--eval_batches=2")

@@ -22,7 +22,7 @@ def test_running_sums_are_counted_within_and_beyond_the_trained_length(tmp_path)
             assert figure == pytest.approx(right.sum().item() / right.numel())
 
 
-def test_a_sweep_reports_losses_and_updates_over_passes(tmp_path):
+def test_a_sweep_reports_losses_and_updates_over_passes(tmp_path, pictures):
     conditions = ("standard-equal-compute", "75+22+3")
     feedback.main(["passes", *TINY[:-1], "--max_steps=20", "--seeds=1,2", f"--only={','.join(conditions)}",
                    f"--out_dir={tmp_path}"])
@@ -42,7 +42,7 @@ def test_a_sweep_reports_losses_and_updates_over_passes(tmp_path):
     assert (tmp_path / "passes.png").exists()
 
 
-def test_every_diagnostic_of_a_trained_run(tmp_path, capsys):
+def test_every_diagnostic_of_a_trained_run(tmp_path, capsys, pictures):
     out = tmp_path / "run"
     train.main(["fullbandwidth", *TINY, "--feedback_from=0", f"--out_dir={out}"])
     capsys.readouterr()

@@ -108,7 +108,7 @@ def test_the_commands_run(folder, capsys, monkeypatch):
         assert capsys.readouterr().out, command
 
 
-def test_a_task_of_ones_own_is_measured_as_sums_are(folder, capsys):
+def test_a_task_of_ones_own_is_measured_as_sums_are(folder, capsys, pictures):
     exec(PYTHON[0], vars(stars))
     train.main(shlex.split("stars --dataset=reversal --out_dir=out/reversal" + STARS))
     idx, targets = stars.DATA["reversal"](train.Options(batch_size=3), stars.Config()).batch("train", 0)

@@ -140,9 +140,10 @@ def test_too_large_a_batch_names_the_knob(tmp_path, data_dir):
 
 # The run directory
 
-def test_a_run_leaves_its_files_and_a_log_with_the_promised_columns(command):
+def test_a_run_leaves_its_files_and_a_log_with_the_promised_columns(command, pictures):
     out = command("--norm_penalty=0.01")
     assert {p.name for p in out.iterdir()} == {"config.json", "log.csv", "ckpt.pt", "best.pt", "curves.png", "run.lock"}
+    assert (out / "curves.png").stat().st_size > 10_000
     rows = train.read_csv(out / "log.csv")
     assert [r["step"] for r in rows] == list(range(9))
     assert list(rows[3])[:6] == ["step", "tokens", "train_loss", "val_loss", "lr", "tokens_per_sec"]
