@@ -1,3 +1,4 @@
+import functools
 import os
 import sys
 from pathlib import Path
@@ -28,6 +29,14 @@ def empty_pictures(request, monkeypatch):
     """Elsewhere a figure is made and its file is left empty: drawing one takes as long as a small training."""
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **options: Path(path).write_bytes(b""))
+
+
+@pytest.fixture
+def few_products(monkeypatch):
+    """The instruments of stars.py with fewer products with the Jacobian than a figure needs; Arnoldi's stay as they are."""
+    stars = pytest.importorskip("stars")
+    for name, few in (("jacobian_gain", dict(draws=4)), ("sigma_max", dict(steps=4)), ("spectral_radius_power", dict(steps=8))):
+        monkeypatch.setattr(stars, name, functools.partial(getattr(stars, name), **few))
 
 
 def step_gradients(model, data, world=1, **arguments):

@@ -92,7 +92,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_commands_run(folder, capsys, monkeypatch):
+def test_the_commands_run(folder, capsys, monkeypatch, few_products):
     monkeypatch.setattr(importlib.import_module("experiments.stability"), "LOOPS", (1, 2, 4))
     exec(PYTHON[0], vars(stars))
     for command, more in SHORT.items():

@@ -9,7 +9,7 @@ PLACEMENTS, NORMS = ("pre", "post", "pre_sandwich", "post_sandwich"), ("layernor
 TINY = ["--digits=2", "--n_embd=16", "--mlp_width=32", "--batch_size=8", "--max_steps=2", "--eval_batches=1"]
 
 
-def test_the_report_on_a_run_has_its_table_its_spectra_and_its_figure(tmp_path, capsys, monkeypatch, pictures):
+def test_the_report_on_a_run_has_its_table_its_spectra_and_its_figure(tmp_path, capsys, monkeypatch, pictures, few_products):
     train.main(["stars", *TINY, f"--out_dir={tmp_path}/run"])
     capsys.readouterr()
     monkeypatch.setattr(stability, "LOOPS", (1, 4, 20))
@@ -29,7 +29,7 @@ def test_sweeps_are_complete():
             assert len(config) + len(options) == len(fields) and stars.Config(**config) and train.Options(**options)
 
 
-def test_a_sweep_measures_every_condition_on_held_out_sums(tmp_path, capsys, monkeypatch, pictures):
+def test_a_sweep_measures_every_condition_on_held_out_sums(tmp_path, capsys, monkeypatch, pictures, few_products):
     monkeypatch.setattr(stability, "LOOPS", (1, 4))
     stability.main(["ablation", *TINY, "--only=fixed,random+jsrr", f"--out_dir={tmp_path}/sweep"])
     rows = train.read_csv(tmp_path / "sweep/accuracy.csv")

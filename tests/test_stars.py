@@ -252,7 +252,8 @@ def test_instruments_agree_with_the_full_jacobian(fields):
     J = full_jacobians(model, h)
     rho, N = torch.linalg.eigvals(J).abs().amax(-1), J.shape[-1]
     close = lambda a, b, tolerance: torch.allclose(a, b, rtol=tolerance)
-    assert close(stars.jacobian_gain(model, h, 300, generator()), J.flatten(1).norm(dim=1) / math.sqrt(N), 0.05)
+    copies = stars.jacobian_gain(model, h.repeat(30, 1, 1), 10, generator()).view(30, 2)  # each with v of its own
+    assert close(copies.square().mean(0).sqrt(), J.flatten(1).norm(dim=1) / math.sqrt(N), 0.05)
     assert close(stars.sigma_max(model, h, 150, generator()), torch.linalg.matrix_norm(J, 2), 1e-6)
     assert close(stars.spectral_radius_arnoldi(model, h, N, generator()), rho, 1e-8)
     assert close(stars.spectral_radius_power(model, h, 300, generator()), rho, 0.02)
@@ -337,7 +338,7 @@ def test_batches_are_a_function_of_seed_and_index_and_held_out_sums_of_the_index
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Two-digit sums, trained until most are right: the path of the run."""
+    """Two-digit sums, trained until some are right: the path of the run."""
     out = tmp_path_factory.mktemp("stars") / "run"
     train.main(["stars", "--digits=2", "--n_embd=64", "--mlp_width=256", "--max_steps=240", "--batch_size=128",
                 "--loop_mu=1", "--eval_interval=120", "--eval_batches=2", f"--out_dir={out}"])

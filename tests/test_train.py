@@ -274,14 +274,13 @@ def test_ctrl_c_saves_and_says_how_to_go_on(command, capsys, tmp_path, data_dir)
 
 def test_killed_anywhere_a_run_resumes_to_the_same_weights(tmp_path, data_dir):
     """SIGKILL at random moments (KILLS of them, 2 by default), saving included; run by hand with KILLS=20."""
-    argv = [sys.executable, "train.py", "looped_gpt", *TINY, "--max_steps=60", "--eval_interval=1", f"--data_dir={data_dir}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*argv, f"--out_dir={tmp_path}/whole"], cwd=ROOT, env=environment, check=True, capture_output=True)
+    argv = ["looped_gpt", *TINY, "--max_steps=60", "--eval_interval=1", f"--data_dir={data_dir}"]
+    train.main([*argv, f"--out_dir={tmp_path}/whole"])
     draw, kills, steps = random.Random(0), int(os.environ.get("KILLS", 2)), []
     run = [*argv, f"--out_dir={tmp_path}/killed"]
     for kill in range(kills):
-        process = subprocess.Popen(run + ["--resume"] * (kill > 0), cwd=ROOT, env=environment, stdout=subprocess.PIPE,
-                                   text=True)
+        process = subprocess.Popen([sys.executable, "train.py", *run] + ["--resume"] * (kill > 0), cwd=ROOT, text=True,
+                                   stdout=subprocess.PIPE)
         for line in process.stdout:  # let it take a few steps, then kill it at a random moment of the next one
             if line.startswith("step") and draw.random() < 0.5:
                 break
@@ -290,7 +289,7 @@ def test_killed_anywhere_a_run_resumes_to_the_same_weights(tmp_path, data_dir):
         process.communicate()
         checkpoint = tmp_path / "killed" / "ckpt.pt"
         steps.append(train.load_checkpoint(checkpoint, "looped_gpt")["step"] if checkpoint.exists() else 0)
-    subprocess.run([*run, "--resume"], cwd=ROOT, env=environment, check=True, capture_output=True)
+    train.main([*run, "--resume"])
     print("checkpoints after each kill:", steps)
     assert steps[-1] < 60 and steps == sorted(steps)
     assert_same_weights(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
@@ -399,17 +398,21 @@ def test_memory_that_nobody_counts_ends_no_run(monkeypatch):
     assert np.isnan(train.peak_memory(torch.device("cpu")))
 
 
-@pytest.mark.parametrize("name, fields, T", [("looped_gpt", [], 16), ("stars", ["--jsrr_lambda=0", "--mlp_width=16"], 16)])
-def test_two_processes_train_as_one(name, fields, T, tmp_path, data_dir):
+def test_two_processes_train_as_one(tmp_path, data_dir):
     """Random loop counts too: every process draws the same. JSRR's directions, jitter and dropout are each process's own."""
-    argv = [name, *TINY, *fields, "--dropout=0", "--dtype=float32", f"--data_dir={data_dir}"]
-    train.main([*argv, f"--out_dir={tmp_path}/one"])
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29617", "train.py",
-                    *argv, f"--out_dir={tmp_path}/two"], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True,
-                   capture_output=True)
-    for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True):
-        assert a == pytest.approx(b, rel=1e-5)  # gradients are summed in another order
-    assert train.load_checkpoint(tmp_path / "two", name)["tokens"] == 8 * 4 * T
+    argvs = [[name, *TINY, *fields, "--dropout=0", "--dtype=float32", f"--data_dir={data_dir}"]
+             for name, fields in (("looped_gpt", []), ("stars", ["--jsrr_lambda=0", "--mlp_width=16"]))]
+    program = tmp_path / "both.py"
+    program.write_text("import json, sys, torch, train\nfor argv in json.loads(sys.argv[1]):\n    train.main(argv)\n"
+                       "    torch.distributed.destroy_process_group()\n")
+    both = json.dumps([[*argv, f"--out_dir={tmp_path}/{argv[0]} in two"] for argv in argvs])
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29617", program, both],
+                   env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
+    for argv in argvs:
+        train.main([*argv, f"--out_dir={tmp_path}/{argv[0]}"])
+        for a, b in zip(losses(tmp_path / argv[0]), losses(tmp_path / f"{argv[0]} in two"), strict=True):
+            assert a == pytest.approx(b, rel=1e-5)  # gradients are summed in another order
+        assert train.load_checkpoint(tmp_path / f"{argv[0]} in two", argv[0])["tokens"] == 8 * 4 * 16
 
 
 # The script's own command line
