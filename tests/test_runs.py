@@ -272,10 +272,10 @@ def test_a_signal_saves_a_run_that_waits_for_a_full_pipe(tmp_path, data_dir):
 def test_with_slow_steps_two_processes_save_at_the_next_one(tmp_path, data_dir):
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29619")
     process = start(tmp_path / "run", data_dir, "--batch_size=1024", launcher=torchrun)
-    read_until(process, "step     11/")
+    read_until(process, "step      3/")
     process.terminate()
     process.communicate(timeout=60)
-    assert 11 <= train.load_checkpoint(tmp_path / "run", "looped_gpt")["step"] <= 15  # not 20
+    assert 3 <= train.load_checkpoint(tmp_path / "run", "looped_gpt")["step"] <= 7  # not 10
 
 
 def test_a_run_can_be_started_in_a_thread(tmp_path, data_dir):
