@@ -340,8 +340,8 @@ def test_batches_are_a_function_of_seed_and_index_and_held_out_sums_of_the_index
 def run(tmp_path_factory):
     """Two-digit sums, trained until some are right: the path of the run."""
     out = tmp_path_factory.mktemp("stars") / "run"
-    train.main(["stars", "--digits=2", "--n_embd=64", "--mlp_width=256", "--max_steps=240", "--batch_size=128",
-                "--loop_mu=1", "--eval_interval=120", "--eval_batches=2", f"--out_dir={out}"])
+    train.main(["stars", "--digits=2", "--n_embd=64", "--mlp_width=256", "--max_steps=160", "--batch_size=128",
+                "--loop_mu=1", "--eval_interval=80", "--eval_batches=2", f"--out_dir={out}"])
     return out
 
 
