@@ -29,6 +29,7 @@ import math
 import os
 import pydoc_data.topics
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -1486,10 +1487,11 @@ class Run:
         if self.is_main_process:
             draw_curves(self)
         if self.interrupts.asked or self.step < self.max_steps:
-            command = f"{training_command(self.name)} --out_dir={self.out}"
+            where = [f"--out_dir={self.out}"]
             if self.options.data_dir != Options.data_dir:
-                command += f" --data_dir={self.options.data_dir}"
-            self.say(f"stopped after step {self.step}, saved; go on with: {command} --resume")
+                where.append(f"--data_dir={self.options.data_dir}")
+            command = f"{training_command(self.name)} {shlex.join(where)} --resume"
+            self.say(f"stopped after step {self.step}, saved; go on with: {command}")
             sys.exit(128 + (self.interrupts.asked or signal.SIGTERM))
 
     def say(self, text):

@@ -9,6 +9,7 @@ Figures and verdicts are computed from the single values that the sweeps have wr
 kept in experiments/runs: nothing is trained here.
 """
 import collections
+import json
 import re
 import shutil
 import sys
@@ -21,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import train
 from experiments.claims import CLAIMS, percent, show
-from experiments.sweeps import update_csv
+from experiments.sweeps import read_cells, update_csv
 from train import UserError, check_fields
 
 SEEDS = "--seeds=42,101,202"
@@ -59,7 +60,7 @@ class Runs:
     def __init__(self, folder):
         self.values = {}
         for path in sorted(folder.glob("*.csv")):
-            for cell in train.read_csv(path):
+            for cell in read_cells(path):
                 key = cell["condition"], cell["table"], cell["column"], cell.get("row", "")
                 self.values.setdefault(key, {})[cell["seed"]] = cell["value"]
 
@@ -182,17 +183,29 @@ def collect(source, destination):
         raise UserError(f"--collect={source}: no folder of a sweep is in it, as "
                         f"{SWEEPS['table1'][0]}; name their parent, as out")
     for folder, _ in SWEEPS.values():
-        tables = [*(source / folder).glob("*.csv")]
-        logs = (source / folder).glob("*/log.csv")
-        configs = (source / folder).glob("*/config.json")
-        for path in (*tables, *logs, *configs):
-            copy = destination / path.relative_to(source)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            if path in tables:
-                update_csv(copy, train.read_csv(path))
+        for path in (source / folder).glob("*.csv"):
+            update_csv(own_copy(path, source, destination), read_cells(path))
+        for path in (source / folder).glob("*/config.json"):
+            log = path.with_name("log.csv")
+            if is_finished(path, log):
+                for file in (path, log):
+                    shutil.copyfile(file, own_copy(file, source, destination))
             else:
-                shutil.copyfile(path, copy)
-            print(copy)
+                print(f"left out, since it is not finished: {path.parent}")
+
+
+def own_copy(path, source, destination):
+    """Where a file of `source` is copied to, in a folder that exists."""
+    copy = destination / path.relative_to(source)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    print(copy)
+    return copy
+
+
+def is_finished(config, log):
+    """Whether a run has trained to the end; one of equal compute has more steps than its option."""
+    last = max((row["step"] for row in train.read_csv(log)), default=0)
+    return last >= json.loads(config.read_text())["options"]["max_steps"]
 
 
 @dataclass

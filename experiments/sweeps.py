@@ -5,6 +5,7 @@ there what is trained already. A *measure* then takes a run directory and yields
 each (title of the table, names of its columns, name of the row, values); a row may have fewer
 values than its table has columns.
 """
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
@@ -37,6 +38,8 @@ def main(argv, module, sweeps, report):
     parser.add_argument("what", metavar="SWEEP|RUN")
     overrides = parser.parse(argv or ["--help"])
     preset, seeds, only, what = (overrides.pop(k) for k in ("preset", "seeds", "only", "what"))
+    if seeds and "seed" in overrides:
+        raise UserError("--seed and --seeds: the second is enough")
     if what in sweeps:
         seeds = seeds or [overrides.get("seed", Options.seed)]
         names = choose(only, sweeps[what].conditions)
@@ -54,7 +57,11 @@ def script_name(module):
 
 
 def seed_list(text):
-    seeds = [int(seed) for seed in text.split(",")]
+    try:
+        seeds = [int(seed) for seed in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected whole numbers, as in 42,101,202") from None
     for seed in seeds:
         check_value("--seeds", seed, Seed)
     return seeds
@@ -93,7 +100,14 @@ def run_sweep(module, sweep_name, sweep, preset, overrides, names, seeds):
                 check_same_fields(path, saved["config"] | saved["options"], values)
             if train.is_main_process():
                 print(f"--- {name}, seed {seed}", flush=True)
-            train.launch(script, module, preset, values | {"resume": saved is not None})
+            try:
+                train.launch(script, module, preset, values | {"resume": saved is not None})
+            except UserError as error:
+                again = f"; to train it anew, delete {path} and repeat this command"
+                raise UserError(f"{error}{again if saved else ''}") from None
+            except SystemExit:
+                print("or repeat this command, which goes on with the sweep")
+                raise
             runs[name, seed] = path
     if train.is_main_process():
         sweep.report(runs, out)
@@ -131,9 +145,9 @@ def tabulate(measure, axes, runs, out):
             table = tables.setdefault((title, tuple(columns)), {})
             table.setdefault(f"{condition}{row}", []).append(values)
             csv_rows += csv_cells(condition, seed, title, row.strip(", "), columns, values.tolist())
-    update_csv(out / f"{measure.__name__}.csv", csv_rows)
     for (title, columns), table in tables.items():
         print_table(title, columns, table)
+    update_csv(out / f"{measure.__name__}.csv", csv_rows)
     draw(tables, axes, out / f"{measure.__name__}.png")
     print(f"\nwritten to {out}/{measure.__name__}.csv", flush=True)
 
@@ -144,11 +158,20 @@ def csv_cells(condition, seed, title, row, columns, values):
              "value": value} for column, value in zip(columns, values)]
 
 
+def read_cells(path):
+    """The single values in a CSV of a sweep."""
+    rows = train.read_csv(path)
+    for row in rows:
+        if not {"condition", "seed", "table", "column", "value"} <= row.keys():
+            raise UserError(f"{path} is damaged: delete it, and let its sweep write it again")
+    return rows
+
+
 def update_csv(path, rows):
     """Write a table of single values, and keep what was there of other runs: so seeds and
     conditions may be trained one by one, on several machines."""
     measured = {(row["condition"], row["seed"]) for row in rows}
-    kept = [row for row in train.read_csv(path)
+    kept = [row for row in read_cells(path)
             if (row["condition"], row["seed"]) not in measured]
     train.write_csv(path, kept + rows)
 

@@ -1,5 +1,5 @@
 """experiments/blind_spot.py: what arXiv 2606.24898 measures, on small models; its sweep and its report on a run."""
-import math
+import math, shutil
 
 import pytest
 import torch
@@ -167,6 +167,10 @@ def test_the_sweep_trains_seven_conditions_once_and_tabulates_them(tmp_path, mon
             blind_spot.main(list(argv))
         return str(error.value)
     assert "was trained with --lr=0.003" in refused(*argv, "--lr=0.1")
+    damaged = tmp_path / "per_loop+raw-seed2"
+    (damaged / "ckpt.pt").write_bytes(b"half")
+    assert f"to train it anew, delete {damaged} and repeat this command" in refused(*argv)
+    shutil.rmtree(damaged)
     left_out = [word for word in argv if not word.startswith("--n_embd")]  # or a preset that has changed since
     assert "was trained with --n_embd=16: choose another --out_dir for --n_embd=128" in refused(*left_out)
     one_seed = [word for word in argv if not word.startswith("--seeds")]
@@ -178,7 +182,8 @@ def test_the_sweep_trains_seven_conditions_once_and_tabulates_them(tmp_path, mon
 @pytest.mark.parametrize("argv, message", [
     (["table2"], "table2: neither a sweep nor a run; did you mean table1?"),
     (["table1", "--only=per_loop+row"], "--only=per_loop+row: no such condition; did you mean per_loop+raw"),
-    (["table1", "--seeds=1,x"], "--seeds: invalid seed_list value: '1,x'"),
+    (["table1", "--seeds=1,x"], "--seeds: '1,x': expected whole numbers, as in 42,101,202"),
+    (["table1", "--seed=1", "--seeds=2"], "--seed and --seeds: the second is enough"),
     (["table1", "--preset=44"], "invalid choice: '44'"),
     (["--seeds=1,2"], "required: SWEEP|RUN")])
 def test_a_mistake_is_answered_by_one_line_that_names_the_way_out(argv, message):

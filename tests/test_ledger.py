@@ -1,4 +1,6 @@
 """experiments/ledger.py: its verdicts follow from the single values, and README's table is what it computes from the runs."""
+import shutil
+
 import numpy as np
 import pytest
 
@@ -50,6 +52,12 @@ def test_conditions_are_compared_on_the_seeds_that_they_share(tmp_path):
     assert ledger.judge(claim, {"s": ledger.Runs(tmp_path)}) == ("not run yet", "open")
 
 
+def test_a_damaged_table_is_named(tmp_path):
+    (tmp_path / "measure.csv").write_text("condition,seed,table,row,column\na,1,t,,4\n")
+    with pytest.raises(train.UserError, match="measure.csv is damaged: delete it"):
+        ledger.Runs(tmp_path)
+
+
 def test_nothing_to_collect_is_said(tmp_path):
     for folder, reason in ((tmp_path, "no folder of a sweep is in it"), (ledger.HERE / "runs", "that is where they are collected")):
         with pytest.raises(train.UserError, match=reason):
@@ -96,14 +104,19 @@ def test_a_table_is_computed_between_its_marks(tmp_path):
     assert ledger.fill(text, runs) == f"before <!-- s | t | 4, 8 | percent -->\n\n{expected}\n\n<!-- end --> after"
 
 
-def test_collecting_copies_tables_logs_and_configs_and_no_weights(tmp_path):
+def test_collecting_copies_tables_logs_and_configs_of_finished_runs_and_no_weights(tmp_path, capsys):
     folder = ledger.SWEEPS["passes"][0]
     run = tmp_path / "out" / folder / "standard-seed42"
     run.mkdir(parents=True)
-    for path in (run / "log.csv", run / "config.json", run / "ckpt.pt", run.parent / "passes.png"):
-        path.write_text("x")
-    train.write_csv(run.parent / "passes.csv", [{"condition": "standard", "seed": 42, "value": 1.5}])
+    shutil.copytree(run, half := run.parent / "feedback-seed42")
+    for path, last in ((run, 300), (half, 100)):
+        (path / "config.json").write_text('{"options": {"max_steps": 300}}')
+        train.write_csv(path / "log.csv", [{"step": 0}, {"step": last}])
+        (path / "ckpt.pt").write_text("x")
+    (run.parent / "passes.png").write_text("x")
+    train.write_csv(run.parent / "passes.csv", [{"condition": "standard", "seed": 42, "table": "t", "column": 1, "value": 1.5}])
     ledger.collect(tmp_path / "out", tmp_path / "runs")
+    assert f"not finished: {half}" in capsys.readouterr().out
     found = {str(p.relative_to(tmp_path / "runs" / folder)) for p in (tmp_path / "runs").rglob("*") if p.is_file()}
     assert found == {"standard-seed42/log.csv", "standard-seed42/config.json", "passes.csv"}
 

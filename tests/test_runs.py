@@ -299,7 +299,7 @@ def test_a_closed_stdout_is_no_hindrance(tmp_path, data_dir):
 
 # Sweeps and reports
 
-def test_ctrl_c_in_a_conditions_last_evaluation_ends_the_sweep(tmp_path, data_dir, monkeypatch):
+def test_ctrl_c_in_a_conditions_last_evaluation_ends_the_sweep(tmp_path, data_dir, monkeypatch, capsys):
     evaluate = train.evaluate
     monkeypatch.setattr(train, "evaluate", lambda run: (
         run.step == 2 and signal.raise_signal(signal.SIGINT), evaluate(run))[1])
@@ -307,6 +307,7 @@ def test_ctrl_c_in_a_conditions_last_evaluation_ends_the_sweep(tmp_path, data_di
         blind_spot.main(["table1", *TINY, "--max_steps=2", f"--data_dir={data_dir}", f"--out_dir={tmp_path}"])
     assert exit.value.code == 130 and [p.name for p in tmp_path.iterdir()] == ["terminal+rmsnorm-seed42"]
     assert train.load_checkpoint(tmp_path / "terminal+rmsnorm-seed42", "looped_gpt")["step"] == 2
+    assert capsys.readouterr().out.endswith("--resume\nor repeat this command, which goes on with the sweep\n")
 
 
 def test_a_sweep_refuses_what_its_conditions_set_themselves(tmp_path, capsys):
