@@ -188,6 +188,7 @@ def collect(source, destination):
         for path in (source / folder).glob("*/config.json"):
             log = path.with_name("log.csv")
             if is_finished(path, log):
+                warn_of_other_options(path, destination / folder)
                 for file in (path, log):
                     shutil.copyfile(file, own_copy(file, source, destination))
             else:
@@ -202,10 +203,31 @@ def own_copy(path, source, destination):
     return copy
 
 
+def warn_of_other_options(config, folder):
+    """Say where a run differs from the other seeds of its condition in more than its seed."""
+    own = fields_of(config)
+    condition, _, seed = config.parent.name.rpartition("-seed")
+    for other in sorted(folder.glob(f"{condition}-seed*/config.json")):
+        differing = {f"--{k}={v} (there {own[k]})" for k, v in fields_of(other).items()
+                     if k in own and own[k] != v and k not in MAY_DIFFER}
+        if differing and not other.parent.name.endswith(f"-seed{seed}"):
+            print(f"warning: {other.parent} has {', '.join(sorted(differing))}")
+
+
+def fields_of(config):
+    """The fields of the model and the options that a run was trained with."""
+    saved = json.loads(config.read_text())
+    return saved["config"] | saved["options"]
+
+
 def is_finished(config, log):
     """Whether a run has trained to the end; one of equal compute has more steps than its option."""
     last = max((row["step"] for row in train.read_csv(log)), default=0)
-    return last >= json.loads(config.read_text())["options"]["max_steps"]
+    return last >= fields_of(config)["max_steps"]
+
+
+# What a run may have otherwise than the other seeds of its condition: machine and place.
+MAY_DIFFER = ("seed", "out_dir", "data_dir", "device", "dtype", "compile", "resume", "overwrite")
 
 
 @dataclass

@@ -1,5 +1,5 @@
 """experiments/ledger.py: its verdicts follow from the single values, and README's table is what it computes from the runs."""
-import shutil
+import json, shutil
 
 import numpy as np
 import pytest
@@ -110,7 +110,7 @@ def test_collecting_copies_tables_logs_and_configs_of_finished_runs_and_no_weigh
     run.mkdir(parents=True)
     shutil.copytree(run, half := run.parent / "feedback-seed42")
     for path, last in ((run, 300), (half, 100)):
-        (path / "config.json").write_text('{"options": {"max_steps": 300}}')
+        (path / "config.json").write_text('{"config": {}, "options": {"max_steps": 300}}')
         train.write_csv(path / "log.csv", [{"step": 0}, {"step": last}])
         (path / "ckpt.pt").write_text("x")
     (run.parent / "passes.png").write_text("x")
@@ -119,6 +119,19 @@ def test_collecting_copies_tables_logs_and_configs_of_finished_runs_and_no_weigh
     assert f"not finished: {half}" in capsys.readouterr().out
     found = {str(p.relative_to(tmp_path / "runs" / folder)) for p in (tmp_path / "runs").rglob("*") if p.is_file()}
     assert found == {"standard-seed42/log.csv", "standard-seed42/config.json", "passes.csv"}
+
+
+def test_seeds_of_one_condition_with_other_options_are_named(tmp_path, capsys):
+    folder = ledger.SWEEPS["passes"][0]
+    for name, seed, lr, dtype in (("runs", 42, 0.1, "float32"), ("out", 1, 0.1, "bfloat16"), ("out", 2, 0.2, "float32")):
+        run = tmp_path / name / folder / f"standard-seed{seed}"
+        run.mkdir(parents=True)
+        options = dict(max_steps=3, lr=lr, dtype=dtype, seed=seed)
+        (run / "config.json").write_text(json.dumps({"config": {}, "options": options}))
+        train.write_csv(run / "log.csv", [{"step": 3}])
+    ledger.collect(tmp_path / "out", tmp_path / "runs")
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert warnings and all("--lr=" in line and "dtype" not in line and "seed=" not in line for line in warnings)
 
 
 def test_collecting_keeps_the_other_seeds_and_replaces_the_same(tmp_path):
