@@ -1021,7 +1021,7 @@ def load_checkpoint(path, name=None):
     if not path.exists():
         command = training_command(name or MODELS[0])
         if (path.parent / "config.json").exists():  # it was stopped before its first checkpoint
-            command += f" --out_dir={path.parent} --resume"
+            command += f" {shlex.quote(f'--out_dir={path.parent}')} --resume"
         raise UserError(f"{path}: no such checkpoint; train one with: {command}")
     try:
         with zipfile.ZipFile(path) as archive:  # torch writes checksums, and does not look at them

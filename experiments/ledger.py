@@ -9,7 +9,6 @@ Figures and verdicts are computed from the single values that the sweeps have wr
 kept in experiments/runs: nothing is trained here.
 """
 import collections
-import json
 import re
 import shutil
 import sys
@@ -184,18 +183,18 @@ def collect(source, destination):
                         f"{SWEEPS['table1'][0]}; name their parent, as out")
     for folder, _ in SWEEPS.values():
         for path in (source / folder).glob("*.csv"):
-            update_csv(own_copy(path, source, destination), read_cells(path))
-        for path in (source / folder).glob("*/config.json"):
-            log = path.with_name("log.csv")
-            if is_finished(path, log):
-                warn_of_other_options(path, destination / folder)
-                for file in (path, log):
-                    shutil.copyfile(file, own_copy(file, source, destination))
+            update_csv(place_of_copy(path, source, destination), read_cells(path))
+        for config in (source / folder).glob("*/config.json"):
+            run = config.parent
+            if is_finished(run):
+                warn_of_other_options(run, destination / folder)
+                for path in (config, run / "log.csv"):
+                    shutil.copyfile(path, place_of_copy(path, source, destination))
             else:
-                print(f"left out, since it is not finished: {path.parent}")
+                print(f"left out, since it is not finished: {run}")
 
 
-def own_copy(path, source, destination):
+def place_of_copy(path, source, destination):
     """Where a file of `source` is copied to, in a folder that exists."""
     copy = destination / path.relative_to(source)
     copy.parent.mkdir(parents=True, exist_ok=True)
@@ -203,31 +202,35 @@ def own_copy(path, source, destination):
     return copy
 
 
-def warn_of_other_options(config, folder):
-    """Say where a run differs from the other seeds of its condition in more than its seed."""
-    own = fields_of(config)
-    condition, _, seed = config.parent.name.rpartition("-seed")
-    for other in sorted(folder.glob(f"{condition}-seed*/config.json")):
-        differing = {f"--{k}={v} (there {own[k]})" for k, v in fields_of(other).items()
-                     if k in own and own[k] != v and k not in MAY_DIFFER}
-        if differing and not other.parent.name.endswith(f"-seed{seed}"):
-            print(f"warning: {other.parent} has {', '.join(sorted(differing))}")
+def is_finished(run):
+    """Whether a run has trained to the end. One of equal compute has more steps than its option,
+    so that only the checkpoint knows; without one, as after collecting, its log decides."""
+    if (run / "ckpt.pt").exists():
+        ckpt = train.load_checkpoint(run)
+        return ckpt["step"] >= ckpt["max_steps"]
+    steps = [row["step"] for row in train.read_csv(run / "log.csv") if "step" in row]
+    return bool(steps) and steps[-1] >= fields_of(run)["max_steps"]
 
 
-def fields_of(config):
-    """The fields of the model and the options that a run was trained with."""
-    saved = json.loads(config.read_text())
-    return saved["config"] | saved["options"]
-
-
-def is_finished(config, log):
-    """Whether a run has trained to the end; one of equal compute has more steps than its option."""
-    last = max((row["step"] for row in train.read_csv(log)), default=0)
-    return last >= fields_of(config)["max_steps"]
-
-
-# What a run may have otherwise than the other seeds of its condition: machine and place.
+# What may differ between the seeds of a condition: where and how it ran.
 MAY_DIFFER = ("seed", "out_dir", "data_dir", "device", "dtype", "compile", "resume", "overwrite")
+
+
+def warn_of_other_options(run, folder):
+    """Say where a run differs from the other seeds of its condition in more than its seed."""
+    own = fields_of(run)
+    condition = run.name.rpartition("-seed")[0]
+    for other in sorted(folder.glob(f"{condition}-seed*")):
+        for field, value in fields_of(other).items():
+            if field not in MAY_DIFFER and own.get(field, value) != value and other.name != run.name:
+                print(f"warning: {run} was trained with --{field}={own[field]}, {other} with "
+                      f"--{field}={value}")
+
+
+def fields_of(run):
+    """The fields of the model and the options that a run was trained with."""
+    saved = train.read_config(run, None)
+    return saved["config"] | saved["options"]
 
 
 @dataclass

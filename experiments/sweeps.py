@@ -5,7 +5,6 @@ there what is trained already. A *measure* then takes a run directory and yields
 each (title of the table, names of its columns, name of the row, values); a row may have fewer
 values than its table has columns.
 """
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
@@ -33,15 +32,15 @@ def main(argv, module, sweeps, report):
              f"[--field=value ...]\n       python experiments/NAME.py RUN\n"
              f"SWEEP is one of {', '.join(sweeps)}; RUN is a run of {script_name(module)}")
     parser = train.training_parser(usage, module)
-    parser.add_argument("--seeds", type=seed_list, help="as in 42,101,202 [the one of --seed]")
+    parser.add_argument("--seeds", help="as in 42,101,202 [the one of --seed]")
     parser.add_argument("--only", help="conditions of the sweep, separated by commas [all]")
     parser.add_argument("what", metavar="SWEEP|RUN")
     overrides = parser.parse(argv or ["--help"])
     preset, seeds, only, what = (overrides.pop(k) for k in ("preset", "seeds", "only", "what"))
     if seeds and "seed" in overrides:
-        raise UserError("--seed and --seeds: the second is enough")
+        raise UserError("--seed and --seeds: choose one")
     if what in sweeps:
-        seeds = seeds or [overrides.get("seed", Options.seed)]
+        seeds = seed_list(seeds) if seeds else [overrides.get("seed", Options.seed)]
         names = choose(only, sweeps[what].conditions)
         return run_sweep(module, what, sweeps[what], preset, overrides, names, seeds)
     if not Path(what).exists():
@@ -59,11 +58,10 @@ def script_name(module):
 def seed_list(text):
     try:
         seeds = [int(seed) for seed in text.split(",")]
+        for seed in seeds:
+            check_value("--seeds", seed, Seed)
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: expected whole numbers, as in 42,101,202") from None
-    for seed in seeds:
-        check_value("--seeds", seed, Seed)
+        raise UserError(f"--seeds={text}: expected whole numbers, as in 42,101,202") from None
     return seeds
 
 
@@ -103,10 +101,12 @@ def run_sweep(module, sweep_name, sweep, preset, overrides, names, seeds):
             try:
                 train.launch(script, module, preset, values | {"resume": saved is not None})
             except UserError as error:
-                again = f"; to train it anew, delete {path} and repeat this command"
-                raise UserError(f"{error}{again if saved else ''}") from None
-            except SystemExit:
-                print("or repeat this command, which goes on with the sweep")
+                if saved and str(path / "ckpt.pt") in str(error):  # it cannot be read
+                    error = f"{error}; to train it anew, delete {path} and repeat this command"
+                raise UserError(error) from None
+            except SystemExit:  # stopped by a signal
+                if train.is_main_process() and not overrides.get("overwrite"):
+                    print("or repeat this command, which goes on with the sweep")
                 raise
             runs[name, seed] = path
     if train.is_main_process():
@@ -163,7 +163,7 @@ def read_cells(path):
     rows = train.read_csv(path)
     for row in rows:
         if not {"condition", "seed", "table", "column", "value"} <= row.keys():
-            raise UserError(f"{path} is damaged: delete it, and let its sweep write it again")
+            raise UserError(f"{path} is damaged: restore it, or delete it and repeat its sweep")
     return rows
 
 

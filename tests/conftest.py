@@ -21,12 +21,12 @@ def fixed_seed():
 
 @pytest.fixture
 def pictures():
-    """Asked for by a test of what a picture shows: figures are drawn in it."""
+    """A test that looks at a picture asks for this: only there are figures drawn."""
 
 
 @pytest.fixture(autouse=True)
 def empty_pictures(request, monkeypatch):
-    """Elsewhere a figure is made and its file is left empty: drawing one takes as long as a small training."""
+    """In all other tests savefig writes an empty file: drawing takes as long as a small training."""
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **options: Path(path).write_bytes(b""))
 

@@ -182,8 +182,9 @@ def test_the_sweep_trains_seven_conditions_once_and_tabulates_them(tmp_path, mon
 @pytest.mark.parametrize("argv, message", [
     (["table2"], "table2: neither a sweep nor a run; did you mean table1?"),
     (["table1", "--only=per_loop+row"], "--only=per_loop+row: no such condition; did you mean per_loop+raw"),
-    (["table1", "--seeds=1,x"], "--seeds: '1,x': expected whole numbers, as in 42,101,202"),
-    (["table1", "--seed=1", "--seeds=2"], "--seed and --seeds: the second is enough"),
+    (["table1", "--seeds=1,x"], "--seeds=1,x: expected whole numbers, as in 42,101,202"),
+    (["table1", "--seeds=-1,2"], "--seeds=-1,2: expected whole numbers, as in 42,101,202"),
+    (["table1", "--seed=1", "--seeds=2"], "--seed and --seeds: choose one"),
     (["table1", "--preset=44"], "invalid choice: '44'"),
     (["--seeds=1,2"], "required: SWEEP|RUN")])
 def test_a_mistake_is_answered_by_one_line_that_names_the_way_out(argv, message):

@@ -54,7 +54,7 @@ def test_conditions_are_compared_on_the_seeds_that_they_share(tmp_path):
 
 def test_a_damaged_table_is_named(tmp_path):
     (tmp_path / "measure.csv").write_text("condition,seed,table,row,column\na,1,t,,4\n")
-    with pytest.raises(train.UserError, match="measure.csv is damaged: delete it"):
+    with pytest.raises(train.UserError, match="measure.csv is damaged: restore it"):
         ledger.Runs(tmp_path)
 
 
@@ -104,14 +104,17 @@ def test_a_table_is_computed_between_its_marks(tmp_path):
     assert ledger.fill(text, runs) == f"before <!-- s | t | 4, 8 | percent -->\n\n{expected}\n\n<!-- end --> after"
 
 
-def test_collecting_copies_tables_logs_and_configs_of_finished_runs_and_no_weights(tmp_path, capsys):
+def test_collecting_copies_tables_logs_and_configs_of_finished_runs_and_no_weights(tmp_path, capsys, monkeypatch):
     folder = ledger.SWEEPS["passes"][0]
     run = tmp_path / "out" / folder / "standard-seed42"
     run.mkdir(parents=True)
-    shutil.copytree(run, half := run.parent / "feedback-seed42")
-    for path, last in ((run, 300), (half, 100)):
-        (path / "config.json").write_text('{"config": {}, "options": {"max_steps": 300}}')
-        train.write_csv(path / "log.csv", [{"step": 0}, {"step": last}])
+    half = run.parent / "standard-x3-seed42"
+    half.mkdir()
+    record = {"model": "fullbandwidth", "preset": "tiny", "config": {}, "options": {"max_steps": 300}}
+    monkeypatch.setattr(train, "load_checkpoint", lambda path: {"step": 400, "max_steps": 900 if path == half else 400})
+    for path in (run, half):
+        (path / "config.json").write_text(json.dumps(record))
+        train.write_csv(path / "log.csv", [{"step": 0}, {"step": 400}])
         (path / "ckpt.pt").write_text("x")
     (run.parent / "passes.png").write_text("x")
     train.write_csv(run.parent / "passes.csv", [{"condition": "standard", "seed": 42, "table": "t", "column": 1, "value": 1.5}])
@@ -127,11 +130,11 @@ def test_seeds_of_one_condition_with_other_options_are_named(tmp_path, capsys):
         run = tmp_path / name / folder / f"standard-seed{seed}"
         run.mkdir(parents=True)
         options = dict(max_steps=3, lr=lr, dtype=dtype, seed=seed)
-        (run / "config.json").write_text(json.dumps({"config": {}, "options": options}))
+        (run / "config.json").write_text(json.dumps({"model": "m", "preset": "p", "config": {}, "options": options}))
         train.write_csv(run / "log.csv", [{"step": 3}])
     ledger.collect(tmp_path / "out", tmp_path / "runs")
     warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
-    assert warnings and all("--lr=" in line and "dtype" not in line and "seed=" not in line for line in warnings)
+    assert warnings and all(line.count("--lr=") == 2 and "dtype" not in line and "seed=" not in line for line in warnings)
 
 
 def test_collecting_keeps_the_other_seeds_and_replaces_the_same(tmp_path):

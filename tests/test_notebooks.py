@@ -19,8 +19,8 @@ each_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.ste
 each_notebook = pytest.mark.parametrize("path", LESSONS + SOLUTIONS, ids=lambda path: str(path.relative_to(FOLDER)))
 
 # Stands in for what notebook 04's `measure` would have found, for the checks of its exercise 6.
-MEASURED = ("MEASURED.update({(seed, lambda_0, ()): {'accuracy': 0.5 - lambda_0 + seed / 100, 'scale': 50.0 * seed - lambda_0}"
-            " for seed in (1, 2) for lambda_0 in (0, 0.3)}); ")
+MEASURED = ("MEASURED = {(seed, lambda_0, ()): {'accuracy': 0.5 - lambda_0 + seed / 100, 'scale': 50.0 * seed - lambda_0}"
+            " for seed in (1, 2) for lambda_0 in (0, 0.3)}; ")
 
 # Typical wrong answers, {notebook: [(exercise, code, a word of the reason that the check gives)]}.
 WRONG = {
@@ -302,7 +302,7 @@ def our_stderr(nb):
 
 # Around whatever an answer does: afterwards every name is what it was.
 KEEP = "KEPT = dict(globals())"
-RESTORE = "for name in globals().keys() - KEPT.keys() - {'KEPT'}:\n    del globals()[name]\nglobals().update(KEPT)"
+RESTORE = "[globals().pop(name) for name in globals().keys() - KEPT.keys() - {'KEPT'}]\nglobals().update(KEPT)"
 
 
 def with_answers(path):
@@ -335,7 +335,8 @@ def with_answers(path):
 
 def run(path, ipython_folder):
     nb = with_answers(path)
-    client = NotebookClient(nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}})
+    folder = solution_of(path).parent  # a path that is found from there is found from the lesson's folder
+    client = NotebookClient(nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
     client.execute(env=os.environ | {"FAST": "1", "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(ipython_folder)})
     return nb
 
@@ -374,6 +375,9 @@ def test_a_solution_is_its_lesson_with_the_answers_filled_in(path):
     assert [i for i, (a, b) in enumerate(zip(lesson, solution, strict=True)) if a.source != b.source] == answers
     for i in answers:
         given = names_set(lesson[i].source) | names_set(solution[i].source)
+        for earlier in solution[:i]:  # whose functions would find another value
+            functions = symtable.symtable(earlier.source, path.name, "exec").get_children()
+            assert not given.intersection(*[set().union(*map(names_read, functions))]), (given, earlier.source)
         for later in solution[i + 2:]:
             given -= names_set(later.source)
             taken = names_read(symtable.symtable(later.source, path.name, "exec"))
