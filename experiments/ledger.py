@@ -222,7 +222,8 @@ def warn_of_other_options(run, folder):
     condition = run.name.rpartition("-seed")[0]
     for other in sorted(folder.glob(f"{condition}-seed*")):
         for field, value in fields_of(other).items():
-            if field not in MAY_DIFFER and own.get(field, value) != value and other.name != run.name:
+            differs = own.get(field, value) != value and field not in MAY_DIFFER
+            if differs and other.name != run.name:
                 print(f"warning: {run} was trained with --{field}={own[field]}, {other} with "
                       f"--{field}={value}")
 
