@@ -241,8 +241,8 @@ def test_one_run_at_a_time_in_a_directory_and_a_hangup_saves_it(tmp_path, data_d
     for argument in ("--seed=1", "--overwrite", "--resume"):
         error = error_of(capsys, "looped_gpt", *TINY, f"--data_dir={data_dir}", f"--out_dir={tmp_path}/run", argument)
         assert error.startswith(f"error: another process is training in {tmp_path}/run")
-    process.stdout.close()  # as the terminal is
     process.send_signal(signal.SIGHUP)
+    process.stdout.close()  # as the terminal is; before the signal, it would stop for want of a reader
     assert process.wait(60) == 128 + signal.SIGHUP and process.stderr.read() == ""
     step = train.load_checkpoint(tmp_path / "run", "looped_gpt")["step"]
     train.main(["looped_gpt", f"--out_dir={tmp_path}/run", f"--data_dir={data_dir}", "--resume", f"--max_steps={step + 1}"])
