@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import train
 from experiments.claims import CLAIMS, percent, show
-from experiments.sweeps import read_cells, update_csv
+from experiments.sweeps import WHERE, read_cells, update_csv
 from train import UserError, check_fields
 
 SEEDS = "--seeds=42,101,202"
@@ -213,7 +213,7 @@ def is_finished(run):
 
 
 # What may differ between the seeds of a condition: where and how it ran.
-MAY_DIFFER = ("seed", "out_dir", "data_dir", "device", "dtype", "compile", "resume", "overwrite")
+MAY_DIFFER = (*WHERE, "seed", "device", "dtype", "compile")
 
 
 def warn_of_other_options(run, folder):

@@ -122,11 +122,13 @@ def check_conditions(conditions, overrides):
                                 f"in {name}")
 
 
+WHERE = ("resume", "overwrite", "out_dir", "data_dir")  # fields that say nothing of a training
+
+
 def check_same_fields(path, saved, values):
     """UserError unless the run there was trained with the values that a sweep would give it."""
     for k, was in saved.items():
-        may_differ = k in ("resume", "overwrite", "out_dir", "data_dir")
-        if values.get(k, was) != was and not may_differ:
+        if values.get(k, was) != was and k not in WHERE:
             raise UserError(f"{path} was trained with --{k}={was}: choose another --out_dir for "
                             f"--{k}={values[k]}")
 

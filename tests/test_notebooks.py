@@ -314,8 +314,10 @@ def with_answers(path):
     cells, number = [], 0
 
     def insert(*sources, **metadata):
-        for source in (KEEP, *sources, RESTORE):
-            cells.append(nbformat.v4.new_code_cell(source, metadata=metadata if source is sources[-1] else {}))
+        new = [nbformat.v4.new_code_cell(source) for source in (KEEP, *sources, RESTORE)]
+        new[-2].metadata.update(metadata)  # the check
+        cells.extend(new)
+
     for cell in nb.cells:
         cells.append(cell)
         if is_check(cell):
@@ -377,7 +379,7 @@ def test_a_solution_is_its_lesson_with_the_answers_filled_in(path):
         given = names_set(lesson[i].source) | names_set(solution[i].source)
         for earlier in solution[:i]:  # whose functions would find another value
             functions = symtable.symtable(earlier.source, path.name, "exec").get_children()
-            assert not given.intersection(*[set().union(*map(names_read, functions))]), (given, earlier.source)
+            assert not given & set().union(*map(names_read, functions)), (given, earlier.source)
         for later in solution[i + 2:]:
             given -= names_set(later.source)
             taken = names_read(symtable.symtable(later.source, path.name, "exec"))

@@ -173,16 +173,16 @@ def test_recurrent_prefill_hands_the_last_token_a_state_that_standard_prefill_ke
 
 
 def test_probes_stand_beside_those_of_the_model_before_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(state_tracking.StateTrackData, "sizes", {"memory": (0,), "registers": (1, 4)})
+    monkeypatch.setattr(state_tracking.StateTrackData, "sizes", {"memory": (0,), "registers": (1, 2, 4, 8)})
     arguments = ["fullbandwidth", *TINY, "--dataset=statetrack", "--feedback_from=0", "--max_steps=1"]
     train.main([*arguments, "--lr=0", f"--out_dir={tmp_path}/same"])
     train.main([*arguments, "--lr=0.1", f"--out_dir={tmp_path}/other"])
     for name in ("same", "other"):
         rows = list(state_tracking.statetrack(tmp_path / name, n=32))
         assert {title for title, *_ in rows if "right" in title} == {
-            "memory, size 0: right answers", *(f"registers, size {m}, 16 writes: right answers" for m in (1, 4))}
+            "memory, size 0: right answers", *(f"registers, size {m}, 16 writes: right answers" for m in (1, 2, 4, 8))}
         probes = {(title, row): values.tolist() for title, _, row, values in rows if "probes" in title}
         trained = {key: values for key, values in probes.items() if "untrained" not in key[1]}
-        assert len(trained) == 3 * 5 == len(probes) / 2
+        assert len(trained) == 5 * 5 == len(probes) / 2
         same = all(values == probes[title, f", untrained{row}"] for (title, row), values in trained.items())
         assert same == (name == "same")
